@@ -24,6 +24,7 @@ from ..judging.record import Report
 from ..judging.served import POOLED
 from ..judging.server_metrics import GROWTH
 from ..progress import Progress, silent
+from ..showing.report import rollout_facts
 from ..sides.serving import Answer, Ask, serve
 from ..sides.steps import default_prompts, make_owned_steps, owned_rows
 from ..sides.subject import Subject, Target, name_sides
@@ -370,29 +371,10 @@ def _problems(report: RolloutReport, power: float) -> list[str]:
 
 def render(report: RolloutReport) -> str:
     """The verdict and the three tables in few lines."""
-    e, r = report.environment, report.ratios
-    tail = ", ".join(f"{share} {value:.4f}" for share, value in r.quantiles.items())
+    e, (a, b) = report.environment, report.sides
     lines = [
         f"{report.word}: {e['model']} in {e['dtype']}, {report.seconds:.1f} s",
-        f"{report.sides[0]} drew {r.tokens} tokens, {report.sides[1]} computed them",
-        f"difference over that of two roundings: sigma {report.sigma:.3g} (limit "
-        f"{report.limit:.3g})",
-        f"importance ratios: mean {r.mean:.5f} within {r.mean_error:.1g}, {r.smallest:.4f} to "
-        f"{r.largest:.4f}, {100 * r.clipped:.2g} % clipped, worth {100 * r.effective:.2f} % of the "
-        f"tokens, KL {r.kl:.2g} nats",
-        f"  by share of tokens: {tail}",
-        f"drift: {report.growth:+.3f} of the noise a doubling of the position (limit "
-        f"{report.growth_limit:.3f})",
-        *(
-            f"  positions {x.first} to {x.last}: rms {x.rms:.3g} nats, mean {x.mean:+.1g}, "
-            f"largest {x.largest:.3g}, {x.tokens} tokens"
-            for x in report.drift
-        ),
+        f"{a} drew {report.ratios.tokens} tokens, {b} computed them",
+        *(f"{name}: {figures}" for name, figures in rollout_facts(report.body())),
     ]
-    text = report.perplexity
-    if text is not None:
-        lines.append(
-            f"perplexity of {text.tokens} tokens: a {text.a:.5g}, b {text.b:.5g}; "
-            f"{text.difference:+.2g} nats a token within {text.error:.1g}"
-        )
     return "\n".join([*lines, *report.problems])

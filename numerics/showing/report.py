@@ -541,32 +541,31 @@ def _parts(record: Record) -> list[dict[str, str]]:
     return [*parts, *(_line(c["text"], c["again"], ["a cause"]) for c in record["causes"])]
 
 
-def _rollout(record: Record) -> list[dict[str, str]]:
-    """Rows of `twinfer numerics rollout`: the ratios and their tail, drift, perplexity."""
+def rollout_facts(record: Record) -> list[tuple[str, str]]:
+    """What `twinfer numerics rollout` found, as names and figures: in a terminal and on a page."""
     r, text = record["ratios"], record["perplexity"]
-    tail = ", ".join(f"{share}: {value:.4f}" for share, value in r["quantiles"].items())
-    rows = [
-        _line("sigma", f"{record['sigma']:.3g} of what two roundings make, {record['limit']:.3g} "
-              "are allowed"),
-        _line("importance ratios", f"mean {r['mean']:.5f} within {r['mean_error']:.1g}, "
-              f"{r['smallest']:.4f} to {r['largest']:.4f}, of {r['tokens']} tokens"),
-        _line("by share of tokens", tail),
-        _line("outside of 0.8 to 1.2", f"{100 * r['clipped']:.3g} % of the tokens"),
-        _line("worth", f"{100 * r['effective']:.3f} % of the tokens; KL {r['kl']:.2g} nats"),
-        _line("drift", f"{record['growth']:+.3f} of the noise a doubling, "
-              f"{record['growth_limit']:.3f} are allowed"),
+    facts = [
+        ("difference over that of two roundings", f"sigma {record['sigma']:.3g} (limit "
+         f"{record['limit']:.3g})"),
+        ("importance ratios", f"mean {r['mean']:.5f} within {r['mean_error']:.1g}, "
+         f"{r['smallest']:.4f} to {r['largest']:.4f}, {100 * r['clipped']:.2g} % clipped, worth "
+         f"{100 * r['effective']:.2f} % of the tokens, KL {r['kl']:.2g} nats"),
+        ("  by share of tokens",
+         ", ".join(f"{share} {value:.4f}" for share, value in r["quantiles"].items())),
+        ("drift", f"{record['growth']:+.3f} of the noise a doubling of the position (limit "
+         f"{record['growth_limit']:.3f})"),
     ]  # fmt: skip
-    rows += [
-        _line(f"positions {x['first']} to {x['last']}", f"rms {x['rms']:.3g} nats, mean "
-              f"{x['mean']:+.2g}, largest {x['largest']:.3g}, {x['tokens']} tokens")
+    facts += [
+        (f"  positions {x['first']} to {x['last']}", f"rms {x['rms']:.3g} nats, mean "
+         f"{x['mean']:+.1g}, largest {x['largest']:.3g}, {x['tokens']} tokens")
         for x in record["drift"]
     ]  # fmt: skip
     if text is not None:
-        rows.append(
-            _line("perplexity", f"a {text['a']:.5g}, b {text['b']:.5g} of {text['tokens']} tokens; "
-                  f"{text['difference']:+.2g} nats a token within {text['error']:.1g}")
+        facts.append(
+            (f"perplexity of {text['tokens']} tokens", f"a {text['a']:.5g}, b {text['b']:.5g}; "
+             f"{text['difference']:+.2g} nats a token within {text['error']:.1g}")
         )  # fmt: skip
-    return rows
+    return facts
 
 
 def _quantization(record: Record) -> list[dict[str, str]]:
@@ -590,7 +589,7 @@ ROWS: dict[str, Callable[[Record], list[dict[str, str]]]] = {
     "bisect": _culprits,
     "selftest": _faults,
     "check": _parts,
-    "rollout": _rollout,
+    "rollout": lambda record: [_line(*fact) for fact in rollout_facts(record)],
     "quantization": _quantization,
 }
 """The table of each kind of result that is none of tensors or of ops."""
