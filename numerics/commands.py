@@ -172,15 +172,11 @@ def check(arguments: Arguments) -> int:
 
 
 def quantization(arguments: Arguments) -> int:
-    """The cost of a scheme. It judges nothing, so there is no JUnit."""
+    """It judges nothing, so there is no JUnit."""
     subject = _subject(arguments)
     prompts = _prompts(arguments, subject)
     report = quantizing.quantization_cost(subject, arguments.scheme, prompts, _tell)
-    report.environment["command"] = command(arguments)
-    if arguments.json != "-":
-        print(quantizing.render(report))
-    _write(arguments.json, report.dumps)
-    return 0
+    return _finish(report, arguments, quantizing.render)
 
 
 def rollout(arguments: Arguments) -> int:
@@ -235,8 +231,6 @@ def selftest(arguments: Arguments) -> int:
         engine = [f"{f.name:28} engine {f.what}" for f in ENGINE_FAULTS.values()]
         print("\n".join([*describe(), *engine]))
         return 0
-    if arguments.seeds < 0:
-        raise ConfigError(f"seeds: got {arguments.seeds}, allowed is at least 0")
     targets = _targets(arguments.backend, "jax:cpu", "torch:cpu")
     report = testing.selftest(
         targets, names=arguments.fault, modes=parse_modes(arguments.mode, testing.MODES),
@@ -349,5 +343,6 @@ def _finish(report: AnyReport, arguments: Arguments, render: Callable[[AnyReport
     if arguments.json != "-":
         print(render(report))
     _write(arguments.json, report.dumps)
-    _write(arguments.junit, lambda: suite_xml(report.cases(), report.missing))
+    junit = getattr(arguments, "junit", None)  # what judges nothing has no such flag
+    _write(junit, lambda: suite_xml(report.cases(), report.missing))
     return report.exit_code

@@ -4,13 +4,14 @@ out of every layer, and the ops of the layers, each run on what it was given the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ...shared.step import StepInput
 from ..errors import NotComparable
+from ..progress import Progress, silent
 from ..sides.environment import describe_side
 from ..sides.fault import Fault
 from ..sides.reference import reference_of, storage_dtype
@@ -20,7 +21,6 @@ from ..sides.subject import HostWeights, Subject, Target, check_recordable
 from .bundle import Bundle
 from .steps import Recorded
 
-Progress = Callable[[str], None]
 LOGPROBS = "logprobs.ids", "logprobs.values", "logprobs.chosen"
 """Names of the best tokens [request, 20] of a step that served log-probabilities, of theirs, and of
 those of the tokens that it sampled [request].
@@ -29,7 +29,7 @@ those of the tokens that it sampled [request].
 
 def capture_model(
     subject: Subject, target: Target, steps: Sequence[StepInput], *, taps: Sequence[str] = ("*",),
-    fault: Fault | None = None, progress: Progress = lambda text: None,
+    fault: Fault | None = None, progress: Progress = silent,
 ) -> Bundle:  # fmt: skip
     """Run `steps` on `target` and keep what came out; `taps` are patterns of op calls, none for
     layers only.

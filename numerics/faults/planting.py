@@ -44,16 +44,14 @@ def plant(text: str, model: ModelConfig | None = None) -> Fault:
     return entry.fault(layer)
 
 
-def plant_by_side(
-    texts: Sequence[str], model: ModelConfig | None = None, default: str = "b"
-) -> dict[str, Fault]:
-    """Faults by side (`a`, `b`), from `[SIDE=]NAME[@LAYER]`. Raises ConfigError, also for two on
-    one side.
+def plant_by_side(texts: Sequence[str], model: ModelConfig | None = None) -> dict[str, Fault]:
+    """Faults by side (`a`, `b` where none is named), from `[SIDE=]NAME[@LAYER]`. Raises
+    ConfigError, also for two on one side.
     """
     found: dict[str, Fault] = {}
     for text in texts:
         side, sign, rest = text.partition("=")
-        side, rest = (side, rest) if sign else (default, text)
+        side, rest = (side, rest) if sign else ("b", text)
         if side not in ("a", "b") or side in found:
             raise ConfigError(f"plant: got {text!r}, allowed is one [a=|b=]NAME[@LAYER] a side")
         found[side] = plant(rest, model)

@@ -131,9 +131,7 @@ class Diff(Report):
     served: list[ServedFinding] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    environment: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    seconds: float = 0.0
 
     def extend(self, other: Diff) -> None:
         """Take over the findings of another comparison of the same sides."""
@@ -326,13 +324,11 @@ def _sigma(excess: float) -> float:
     return ((1.0 + excess) / (1.0 - excess)) ** 0.5 if excess < 1.0 else float("inf")
 
 
-def pooled_layers(
-    diff: Diff, side: str, scope: Scope = "layer", mode: Mode = "P"
-) -> dict[int, Pooled]:
-    """Each layer of a side over all steps."""
+def pooled_layers(diff: Diff, side: str, scope: Scope = "layer") -> dict[int, Pooled]:
+    """Each layer of a side over all steps of mode P."""
     of_layer: dict[int, list[Metrics]] = {}
     for f in diff.findings:
-        if (f.side, f.scope, f.mode) == (side, scope, mode) and f.layer >= 0:
+        if (f.side, f.scope, f.mode) == (side, scope, "P") and f.layer >= 0:
             of_layer.setdefault(f.layer, []).append(f.metrics)
     return {layer: _pooled(of_layer[layer]) for layer in sorted(of_layer)}
 
@@ -348,11 +344,9 @@ def _pooled(steps: Sequence[Metrics]) -> Pooled:
     )
 
 
-def layer_sigmas(
-    diff: Diff, side: str, scope: Scope = "layer", mode: Mode = "P"
-) -> dict[int, float]:
-    """Sigma of each layer of a side, over all steps."""
-    return {layer: found.sigma for layer, found in pooled_layers(diff, side, scope, mode).items()}
+def layer_sigmas(diff: Diff, side: str, scope: Scope = "layer") -> dict[int, float]:
+    """Sigma of each layer of a side in mode P, over all steps."""
+    return {layer: found.sigma for layer, found in pooled_layers(diff, side, scope).items()}
 
 
 def pooled_sides(diff: Diff) -> tuple[Family, dict[tuple[str, int], Pooled]]:

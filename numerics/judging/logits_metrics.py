@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
 import numpy as np
 
 from ...shared.step import StepInput
 from ..errors import NotComparable
 from ..sides.steps import where
 from .diff import LogitsFinding
-from .gates import FEWEST, FOREIGN, Family, Mode
-from .metrics import TIE_FACTOR, Flip, agreement, divergence, flips, log_softmax
+from .gates import FEWEST, Family, Mode
+from .metrics import Flip, agreement, divergence, flips, log_softmax
 
 KL_LIMIT = 1.3
 """Mean divergence of a side from the exact reference, over that of the noise, besides chance."""
@@ -66,7 +63,7 @@ def compare_logits(
         top5=agreement(a, b),
         ties=len(found) - len(real),
         real=len(real),
-        flips=tuple(_flip(f, where(step, rows[f.row]) if step else "") for f in found[:50]),
+        flips=tuple(flip_record(f, where(step, rows[f.row]) if step else "") for f in found[:50]),
         complaints=tuple(complaints),
         mode=mode,
         step=-1 if step is None else step.step_id - 1,
@@ -78,115 +75,14 @@ def known_rows(exact: np.ndarray, faithful: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.isfinite(exact).all(-1) & np.isfinite(faithful).all(-1))
 
 
-def compare_named(
-    a: np.ndarray, named: Sequence[Mapping[int, float]], exact: np.ndarray, faithful: np.ndarray,
-    places: Sequence[str], half_ulp: float, mode: Mode, step: int,
-) -> LogitsFinding:  # fmt: skip
-    """Compare logits [row vocab] with the log-probabilities of the tokens that the other side
-    named, by row.
-
-    Divergences are of the named tokens and the rest as one. `half_ulp` is that of the run dtype:
-    the other side may round its logits to it, which is noise beside that of the faithful reference.
-    """
-    rows = [
-        _compare_row(i, a[i], top, exact[i], faithful[i], half_ulp) for i, top in enumerate(named)
-    ]
-    found = [row.flip for row in rows if row.flip is not None]
-    real = sum(not flip.tie for flip in found)
-    complaints = [f"{real} tokens differ by more than rounding explains"] if real else []
-    errors = np.concatenate([row.squared_errors for row in rows])
-    noises = np.repeat([row.noise**2 for row in rows], [len(row.squared_errors) for row in rows])
-    error, allowed = (
-        float(np.mean(errors)) ** 0.5,
-        TIE_FACTOR * float(np.mean(noises)) ** 0.5 + KL_FLOOR,
-    )
-    if not error <= allowed:
-        complaints.append(
-            f"b: log-probabilities are off by {error:.3g} nats, {allowed:.3g} are allowed"
-        )
-    kl = {name: float(np.mean([row.divergences[name] for row in rows])) for name in NAMED_PAIRS}
-    return LogitsFinding(
-        rows=len(named),
-        kl_ab=kl["ab"],
-        kl_ba=kl["ba"],
-        kl_a=kl["a"],
-        kl_b=kl["b"],
-        kl_noise=kl["noise"],
-        argmax_equal=len(named) - len(found),
-        top5=float(np.mean([row.agreement for row in rows])),
-        ties=len(found) - real,
-        real=real,
-        flips=tuple(_flip(flip, places[flip.row]) for flip in found[:50]),
-        complaints=tuple(complaints),
-        mode=mode,
-        step=step,
-    )
-
-
-NAMED_PAIRS = {
-    "ab": ("a", "b"),
-    "ba": ("b", "a"),
-    "a": ("exact", "a"),
-    "b": ("exact", "b"),
-    "noise": ("exact", "noise"),
-}
-"""Whose divergence from whom each number of a finding is."""
-
-
-@dataclass(frozen=True, slots=True)
-class _NamedRow:
-    """One row of `compare_named`, before the rows are put together."""
-
-    divergences: dict[str, float]
-    squared_errors: np.ndarray
-    """Of the log-probabilities of the named tokens."""
-    noise: float
-    agreement: float
-    """Share of the named tokens that are among as many best ones of the logits."""
-    flip: Flip | None
-
-
-def _compare_row(
-    row: int,
-    logits: np.ndarray,
-    named: Mapping[int, float],
-    exact: np.ndarray,
-    faithful: np.ndarray,
-    half_ulp: float,
-) -> _NamedRow:
-    ids = list(named)
-    sides = {
-        name: log_softmax(x)[ids]
-        for name, x in (("a", logits), ("exact", exact), ("noise", faithful))
-    }
-    sides["b"] = np.asarray(list(named.values()))
-    rounding = half_ulp * float(np.abs(exact[ids]).max()) / 3**0.5
-    noise = (float(((faithful - exact) ** 2).mean()) + rounding**2) ** 0.5
-    best_a, best_b = int(logits.argmax()), ids[int(sides["b"].argmax())]
-    count = len(ids)
-    best_ids = set(np.argpartition(-logits, count - 1)[:count].tolist())
-    flip = None
-    if best_a != best_b:
-        # What is allowed that noise in its values is allowed it in its choices.
-        flip = Flip(row, best_a, best_b, abs(float(exact[best_a] - exact[best_b])), FOREIGN * noise)
-    return _NamedRow(
-        divergences={
-            name: named_divergence(sides[p], sides[q]) for name, (p, q) in NAMED_PAIRS.items()
-        },
-        squared_errors=(sides["b"] - sides["exact"]) ** 2,
-        noise=noise,
-        agreement=len(best_ids & set(ids)) / count,
-        flip=flip,
-    )
-
-
 def named_divergence(p: np.ndarray, q: np.ndarray) -> float:
     """KL(p || q) in nats of log-probabilities of some tokens, all others taken together."""
     p, q = (np.append(x, np.log(max(1.0 - float(np.exp(x).sum()), 1e-12))) for x in (p, q))
     return float((np.exp(p) * (p - q)).sum())
 
 
-def _flip(f: Flip, place: str) -> dict[str, object]:
+def flip_record(f: Flip, place: str) -> dict[str, object]:
+    """A token that differs, fit for JSON."""
     return {
         "row": f.row,
         "place": place,

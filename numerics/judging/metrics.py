@@ -244,9 +244,9 @@ def flips(
     return found
 
 
-def agreement(a: np.ndarray, b: np.ndarray, k: int = 5) -> float:
-    """Mean share of the k best tokens that both sides have in common."""
-    k = min(k, a.shape[-1])
+def agreement(a: np.ndarray, b: np.ndarray) -> float:
+    """Mean share of the 5 best tokens that both sides have in common."""
+    k = min(5, a.shape[-1])
     top = [np.argpartition(-x, k - 1, axis=-1)[:, :k] for x in (a, b)]
     return float(
         np.mean([len(set(x) & set(y)) / k for x, y in zip(*(t.tolist() for t in top), strict=True)])

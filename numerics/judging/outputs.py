@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -54,42 +54,36 @@ FEW = 64.0
 """With fewer independent numbers the noise of one op may be small by luck: it is drawn again."""
 
 
-class Judged(NamedTuple):
-    """One output: `bound` is the error over the contract's, None without one; `shares` are those
-    of its gate.
-    """
-
-    name: str
-    metrics: Metrics
-    bound: float | None
-    complaints: tuple[str, ...]
-    shares: Mapping[str, float]
-
-
 @dataclass(slots=True)
-class _Output:
-    """One output while it is judged."""
+class JudgedOutput:
+    """One output. No `gate`: nothing may be rounded. No `verdict`: its op has no contract."""
 
     name: str
     dtype: np.dtype[Any]
     metrics: Metrics
     gate: Gate | None
+    verdict: Verdict | None
 
-    def judged(self, verdict: Verdict | None) -> Judged:
-        """The verdict, with that on the op's contract."""
-        gate, m = self.gate, self.metrics
-        complaints = list(gate.complaints(m)) if gate else _unequal(m)
-        bound = None if verdict is None else max(verdict.error, verdict.gain)
+    @property
+    def bound(self) -> float | None:
+        """The error over the contract's."""
+        return None if self.verdict is None else max(self.verdict.error, self.verdict.gain)
+
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """Those of the gate."""
+        return self.gate.shares(self.metrics) if self.gate else {}
+
+    @property
+    def complaints(self) -> tuple[str, ...]:
+        """What is wrong by the gate, and by the contract."""
+        m, verdict = self.metrics, self.verdict
+        found = list(self.gate.complaints(m)) if self.gate else []
+        if self.gate is None and (m.max_abs or m.special):
+            found.append(f"off by {m.max_abs:.3g}, nothing may be rounded here")
         if verdict is not None and not verdict.passed:
-            complaints.append(f"contract exceeded {bound:.3g} times at {verdict.where}")
-        shares = gate.shares(m) if gate else {}
-        return Judged(self.name, m, bound, tuple(complaints), shares)
-
-
-def _unequal(m: Metrics) -> list[str]:
-    if not (m.max_abs or m.special):
-        return []
-    return [f"off by {m.max_abs:.3g}, nothing may be rounded here"]
+            found.append(f"contract exceeded {self.bound:.3g} times at {verdict.where}")
+        return tuple(found)
 
 
 class OpJudge:
@@ -109,7 +103,7 @@ class OpJudge:
 
     def __call__(
         self, declared: Declared, kept: Mapping[str, np.ndarray], outputs: Sequence[np.ndarray]
-    ) -> list[Judged]:
+    ) -> list[JudgedOutput]:
         """The verdict on each output.
 
         The activations are the side's own; weights, tables, page tables and scalars are the
@@ -122,7 +116,7 @@ class OpJudge:
         contract = _contract(call.op, arguments)
         verdict = contract(outputs) if contract is not None else None
         found = [
-            self._output(declared, call, index, *three)
+            self._output(declared, call, index, verdict, *three)
             for index, three in enumerate(zip(outputs, exact, faithful, strict=True))
         ]
         if self._may_be_amplified(found, verdict):
@@ -138,31 +132,30 @@ class OpJudge:
                         for output, amplified in zip(found, of_all, strict=True)
                     ]
                     verdict = contract(outputs, more)
-                if any(output.judged(verdict).complaints for output in found):
+                    for output in found:
+                        output.verdict = verdict
+                if any(output.complaints for output in found):
                     break
-        return [output.judged(verdict) for output in found]
+        return found
 
     def _output(
-        self, declared: Declared, call: Call, index: int, got: np.ndarray, right: np.ndarray,
-        noisy: np.ndarray,
-    ) -> _Output:  # fmt: skip
+        self, declared: Declared, call: Call, index: int, verdict: Verdict | None, got: np.ndarray,
+        right: np.ndarray, noisy: np.ndarray,
+    ) -> JudgedOutput:  # fmt: skip
         one = len(call.outputs) == 1
         name = declared.key if one else f"{declared.key}#{index}"
         if got.shape != right.shape:
             raise ValueError(f"{name}: shape {got.shape}, the reference has {right.shape}")
         metrics = measure(*(self._rows(x, call, index) for x in (got, right, noisy)))
-        return _Output(name, got.dtype, metrics, self._gate(metrics, got.dtype))
+        return JudgedOutput(name, got.dtype, metrics, self._gate(metrics, got.dtype), verdict)
 
-    def _may_be_amplified(self, found: Sequence[_Output], verdict: Verdict | None) -> bool:
+    def _may_be_amplified(self, found: Sequence[JudgedOutput], verdict: Verdict | None) -> bool:
         """Whether something fails, and float32 roundings may be why."""
-        few = [x for x in found if x.gate is not None and not self._is_wide(x.dtype)]
-        if any(
-            x.metrics.effective < FEW and worth_trying(x.gate, x.metrics) for x in few if x.gate
-        ):
-            return True
+        for x in found:
+            may = self._is_wide(x.dtype) or x.metrics.effective < FEW
+            if x.gate is not None and may and worth_trying(x.gate, x.metrics):
+                return True
         wide = [x for x in found if x.gate is not None and self._is_wide(x.dtype)]
-        if any(x.gate is not None and worth_trying(x.gate, x.metrics) for x in wide):
-            return True
         # Bits that differ are infinitely off; their gates say how much.
         over = 0.0 if verdict is None else max(verdict.error, verdict.gain)
         within = over < HOPELESS or over == np.inf
@@ -201,7 +194,7 @@ class OpJudge:
         )
         return found[: len(exact)], found[len(exact) :]
 
-    def _more(self, output: _Output, amplified: Amplified, bitwise: bool) -> np.ndarray | None:
+    def _more(self, output: JudgedOutput, amplified: Amplified, bitwise: bool) -> np.ndarray | None:
         """What each element may be off besides its contract [...]: roundings that the op amplifies.
 
         A contract of bits holds for inputs as they are rounded. Within a program float32 inputs

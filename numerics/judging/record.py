@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
 from ..errors import EQUAL, FAILED, NOT_COMPARED, NotComparable
@@ -45,12 +46,13 @@ HEADER = (
 )
 
 
+@dataclass(kw_only=True)
 class Report(ABC):
-    """What every command of `twinfer numerics` that judges comes to."""
+    """What every command of `twinfer numerics` comes to."""
 
     kind: ClassVar[Kind]
-    environment: dict[str, Any]
-    seconds: float
+    environment: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
 
     @property
     @abstractmethod

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 import ml_dtypes
 import numpy as np
 
-from .gates import FOREIGN
-from .logits_metrics import KL_FLOOR, named_divergence
-from .metrics import DEVIATIONS, TIE_FACTOR, log_softmax
+from .diff import LogitsFinding
+from .gates import FOREIGN, Mode
+from .logits_metrics import KL_FLOOR, flip_record, named_divergence
+from .metrics import DEVIATIONS, TIE_FACTOR, Flip, log_softmax
 
 MIN_ROWS = 8
 """Positions that a way of asking needs before it is judged by itself."""
@@ -36,7 +37,8 @@ GREEDY_FLOOR = 1e-4
 @dataclass(frozen=True, slots=True)
 class NamedRow:
     """One position that a server was read at. Arrays [token] are log-probabilities of the tokens
-    that it named; `logits` are those tokens' exact logits, `tie` the noise of the row's logits.
+    `ids` that it named; `logits` are those tokens' exact logits, `power` the mean square of the
+    noise of the row's logits.
 
     `chosen` is the place, among these tokens, of what the server generated; -1 for none.
     """
@@ -44,11 +46,12 @@ class NamedRow:
     way: str
     prompt: int
     position: int
+    ids: list[int]
     exact: np.ndarray
     faithful: np.ndarray
     got: np.ndarray
     logits: np.ndarray
-    tie: float
+    power: float
     chosen: int = -1
 
     @property
@@ -63,17 +66,66 @@ def named_row(
     """The row of `where`, (prompt, position), whose references have logits [vocab]."""
     ids = list(top)
     sides = [log_softmax(x)[ids] for x in (exact, faithful)]
-    tie = float(((faithful.astype(np.float64) - exact) ** 2).mean()) ** 0.5
     return NamedRow(
         way,
         *where,
+        ids=ids,
         exact=sides[0],
         faithful=sides[1],
         got=np.asarray(list(top.values()), np.float64),
         logits=np.asarray(exact[ids], np.float64),
-        tie=tie,
+        power=float(((faithful.astype(np.float64) - exact) ** 2).mean()),
         chosen=-1 if token is None or token not in top else ids.index(token),
     )
+
+
+def compare_named(
+    logits: np.ndarray, exact: np.ndarray, rows: Sequence[NamedRow], places: Sequence[str],
+    half_ulp: float, mode: Mode, step: int,
+) -> LogitsFinding:  # fmt: skip
+    """Compare a side's logits [row vocab] with what a server named at the same positions, `places`
+    in words. `exact` are those of the reference.
+
+    Divergences are of the named tokens and the rest as one. `half_ulp` is that of the run dtype:
+    the server may round its logits to it, which is noise beside that of the faithful reference.
+    """
+    found: list[tuple[Flip, str]] = []
+    errors, noises, shares, divergences = [], [], [], []
+    for number, (row, own) in enumerate(zip(rows, logits, strict=True)):
+        count = len(row.ids)
+        rounding = half_ulp * float(np.abs(row.logits).max()) / 3**0.5
+        noise = (row.power + rounding**2) ** 0.5
+        errors.append((row.got - row.exact) ** 2)
+        noises += [noise**2] * count
+        best_ids = np.argpartition(-own, count - 1)[:count].tolist()
+        shares.append(len(set(best_ids) & set(row.ids)) / count)
+        a = log_softmax(own)[row.ids]
+        pairs = (
+            (a, row.got), (row.got, a), (row.exact, a), (row.exact, row.got),
+            (row.exact, row.faithful),
+        )  # fmt: skip
+        divergences.append([named_divergence(p, q) for p, q in pairs])
+        best_a, best_b = int(own.argmax()), row.ids[int(row.got.argmax())]
+        if best_a != best_b:
+            margin = abs(float(exact[number, best_a] - exact[number, best_b]))
+            # What is allowed that noise in its values is allowed it in its choices.
+            flip = Flip(number, best_a, best_b, margin, FOREIGN * noise)
+            found.append((flip, places[number]))
+    real = sum(not flip.tie for flip, _ in found)
+    complaints = [f"{real} tokens differ by more than rounding explains"] if real else []
+    error = float(np.mean(np.concatenate(errors))) ** 0.5
+    allowed = TIE_FACTOR * float(np.mean(noises)) ** 0.5 + KL_FLOOR
+    if not error <= allowed:
+        complaints.append(
+            f"b: log-probabilities are off by {error:.3g} nats, {allowed:.3g} are allowed"
+        )
+    kl_ab, kl_ba, kl_a, kl_b, kl_noise = (float(np.mean(x)) for x in zip(*divergences, strict=True))
+    return LogitsFinding(
+        rows=len(rows), kl_ab=kl_ab, kl_ba=kl_ba, kl_a=kl_a, kl_b=kl_b, kl_noise=kl_noise,
+        argmax_equal=len(rows) - len(found), top5=float(np.mean(shares)), ties=len(found) - real,
+        real=real, flips=tuple(flip_record(*pair) for pair in found[:50]),
+        complaints=tuple(complaints), mode=mode, step=step,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +282,7 @@ def _surely_named(row: NamedRow, rounding: np.ndarray) -> np.ndarray:
 
     The last of those named are there because their errors are high, which would tilt the slope.
     """
-    margin = TIE_FACTOR * FOREIGN * (row.tie**2 + rounding) ** 0.5
+    margin = TIE_FACTOR * FOREIGN * (row.power + rounding) ** 0.5
     sure: np.ndarray = row.exact >= row.got.min() + margin
     return sure
 

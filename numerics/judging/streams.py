@@ -63,12 +63,19 @@ class StreamErrors:
         self.error[layer, tokens] = np.where(np.isfinite(error), error, np.inf)
         self.noise[layer, tokens] = np.maximum(np.mean((noisy - exact) ** 2, 1), drawn) + unit
 
+    def ratios(self, layer: int, tokens: np.ndarray) -> np.ndarray:
+        """Error over noise of `tokens` behind a layer; noise counts as at least their mean."""
+        noise = self.noise[layer, tokens]
+        out: np.ndarray = np.sqrt(self.error[layer, tokens] / np.maximum(noise, noise.mean()))
+        return out
+
+    def allowed(self, mode: Mode) -> float:
+        """What the ratio of one token may be."""
+        return OF_ROW[mode] * Family(self.error.size).deviations
+
     def over(self, layer: int, tokens: np.ndarray, mode: Mode) -> float:
         """The largest share that one of `tokens` takes of what it is allowed behind a layer."""
-        allowed = OF_ROW[mode] * Family(self.error.size).deviations
-        noise = self.noise[layer, tokens]
-        shares = np.sqrt(self.error[layer, tokens] / np.maximum(noise, noise.mean()))
-        return float(shares.max(initial=0.0)) / allowed
+        return float(self.ratios(layer, tokens).max(initial=0.0)) / self.allowed(mode)
 
     @property
     def missing(self) -> int:
@@ -90,8 +97,9 @@ def judge_streams(errors: StreamErrors, mode: Mode) -> StreamVerdict:
     """The verdict on all passes of one run."""
     sigmas: list[float] = []
     first = ""
+    allowed = errors.allowed(mode)
     for layer, (error, noise) in enumerate(zip(errors.error, errors.noise, strict=True)):
-        compared = ~np.isnan(error)
+        compared = np.flatnonzero(~np.isnan(error))
         power = noise[compared]
         if not power.any():
             sigmas.append(0.0)
@@ -102,15 +110,13 @@ def judge_streams(errors: StreamErrors, mode: Mode) -> StreamVerdict:
             continue
         effective = float(power.sum() ** 2 / (power**2).sum())
         limit = POOLED[mode] + DEVIATIONS / effective**0.5
-        shares = np.zeros(len(error))
-        shares[compared] = np.sqrt(error[compared] / np.maximum(power, power.mean()))
-        allowed = OF_ROW[mode] * Family(errors.error.size).deviations
-        wrong = np.flatnonzero(shares > allowed)
+        ratios = errors.ratios(layer, compared)
+        wrong = np.flatnonzero(ratios > allowed)
         where = "the embedding" if layer == 0 else f"layer.{layer - 1}"
         if len(wrong):
-            token = wrong[0]
+            token = errors.tokens[compared[wrong[0]]]
             first = (
-                f"{where}, in {errors.tokens[token]}: {shares[token]:.3g} of its noise, allowed is "
+                f"{where}, in {token}: {ratios[wrong[0]]:.3g} of its noise, allowed is "
                 f"{allowed:.3g}; {len(wrong)} of {len(error)} tokens"
             )
         elif not sigma <= limit:

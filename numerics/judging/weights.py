@@ -4,7 +4,8 @@ and the page tables of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -14,20 +15,39 @@ from ..sides.steps import by_group, held_entries
 from ..sides.subject import HostWeights
 from .diff import Diff
 
-Read = Callable[[int], Mapping[str, np.ndarray]]
-"""The weights of a layer as a side holds them, by name; -1: those outside of layers."""
+Tables = tuple[np.ndarray, np.ndarray]
+"""Rotary tables [position r]: cos and sin."""
 
 
-def check_weights(
-    diff: Diff, side: str, read: Read, weights: HostWeights, layers: int
-) -> dict[int, Mapping[str, np.ndarray]]:
-    """Note in `diff` which weights of a side, outside of layers and in all `layers`, are missing
-    or differ. Returns those of the layers that have a wrong one.
+class Holder(Protocol):
+    """A worker, or a side of a comparison."""
+
+    def read_weights(self, layer: int) -> Mapping[str, np.ndarray]:
+        """The weights of a layer as the programs get them; -1: those outside of layers."""
+
+    def read_tables(self) -> Tables:
+        """The rotary tables as the programs get them."""
+
+
+def check_held(
+    diff: Diff, side: str, holder: Holder, weights: HostWeights
+) -> tuple[dict[int, Mapping[str, np.ndarray]], Tables | None]:
+    """Note in `diff` which weights and rotary tables of a side are not the checkpoint's and the
+    definition's. Returns the weights of the layers that have a wrong one, and wrong tables.
     """
+    wrong = _check_weights(diff, side, holder, weights)
+    tables = holder.read_tables()
+    differ = _check_tables(diff, side, tables, weights.subject.rotary_tables())
+    return wrong, tables if differ else None
+
+
+def _check_weights(
+    diff: Diff, side: str, holder: Holder, weights: HostWeights
+) -> dict[int, Mapping[str, np.ndarray]]:
     wrong: dict[int, Mapping[str, np.ndarray]] = {}
-    for layer in range(-1, layers):
+    for layer in range(-1, weights.subject.model.num_layers):
         wanted = weights.top() if layer < 0 else weights.layer(layer)
-        found = read(layer)
+        found = holder.read_weights(layer)
         for name, value in wanted.items():
             if name not in found or found[name].shape != value.shape:
                 diff.missing.append(f"{side}: weight {name} of layer {layer}")
@@ -41,12 +61,8 @@ def check_weights(
     return wrong
 
 
-def check_tables(
-    diff: Diff, side: str, found: tuple[np.ndarray, ...], wanted: tuple[np.ndarray, ...]
-) -> bool:
-    """Note in `diff` where rotary tables [position r] of a side, cos and sin, are not `wanted`.
-    Returns whether they differ anywhere.
-    """
+def _check_tables(diff: Diff, side: str, found: Tables, wanted: Tables) -> bool:
+    """Returns whether they differ anywhere."""
     before = len(diff.problems)
     for name, got, right in zip(("cos", "sin"), found, wanted, strict=True):
         if got.shape != right.shape or got.dtype != right.dtype:

@@ -191,20 +191,16 @@ class Bench:
     ) -> Rows:  # fmt: skip
         self.scrub()
         scheduler, found = self._scheduler(schedule), Rows()
-        groups = (
-            [[i] for i in range(len(prompts))] if schedule.alone else [list(range(len(prompts)))]
-        )
+        everyone = list(range(len(prompts)))
+        groups = [[i] for i in everyone] if schedule.alone else [everyone]
         for round_ in range(schedule.rounds):
             for group in groups:
-                made = {}
-                for i in group:
-                    made[f"{i}/{round_}"] = i
+                made = {f"{i}/{round_}": i for i in group}
+                for name, i in made.items():
                     decoded = min(schedule.decoded, len(prompts[i]) - 1)
                     params = SamplingParams(temperature=0.0, max_tokens=decoded, ignore_eos=True)
-                    request = Request(
-                        f"{i}/{round_}", prompts[i][: len(prompts[i]) - decoded], params, seed=i
-                    )
-                    scheduler.add(request)
+                    prompt = prompts[i][: len(prompts[i]) - decoded]
+                    scheduler.add(Request(name, prompt, params, seed=i))
                 self._drain(scheduler, schedule, prompts, made, execute, found)
         metrics = scheduler.metrics()
         found.preemptions, found.cached = metrics.preemptions, metrics.prefix_hits
@@ -228,11 +224,8 @@ class Bench:
             first = step.field("query_start")
             tokens = np.zeros(len(scheduled.requests), np.int32)
             for i, request in enumerate(scheduled.requests):
-                index, start, end = (
-                    made[request.request_id],
-                    int(scheduled.starts[i]),
-                    int(scheduled.ends[i]),
-                )
+                index = made[request.request_id]
+                start, end = int(scheduled.starts[i]), int(scheduled.ends[i])
                 tokens[i] = prompts[index][min(end, len(prompts[index]) - 1)]
                 for position in range(start, end):
                     found.computed.append((index, position))
@@ -287,10 +280,9 @@ def _as_difference(step: StepInput, scheduled: ScheduledStep) -> StepInput:
 
 
 def permuted_pages(
-    pages: int, groups: Sequence[PageGroup], seed: int, *, table: bool = True, slots: bool = True
+    pages: int, groups: Sequence[PageGroup], seed: int, *, table: bool = True
 ) -> Change:
-    """Put every page elsewhere: in the `slots` that are written and in the page `table` that is
-    read.
+    """Put every page elsewhere: in the slots that are written and in the page `table` that is read.
 
     For steps that have their page table.
     """
@@ -302,12 +294,11 @@ def permuted_pages(
             count = int(step.field("counts")[1])
             of_requests = by_group(page_table, groups)[:, :count]
             of_requests[...] = places[of_requests]
-        if slots:
-            written = batch_layout(step.descriptor, step.shape).view(batch, "slots")
-            for of_group, group in zip(by_group(written, groups), groups, strict=True):
-                page, offset = np.divmod(of_group, group.page_size)
-                moved = places[page] * group.page_size + offset
-                of_group[...] = np.where(of_group >= 0, moved, of_group)
+        written = batch_layout(step.descriptor, step.shape).view(batch, "slots")
+        for of_group, group in zip(by_group(written, groups), groups, strict=True):
+            page, offset = np.divmod(of_group, group.page_size)
+            moved = places[page] * group.page_size + offset
+            of_group[...] = np.where(of_group >= 0, moved, of_group)
         return replace(step, batch=batch, page_table=page_table)
 
     return change

@@ -11,7 +11,7 @@ fails by itself, the run as a whole does.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..judging.gates import Mode
 from ..judging.metrics import fields_json
 from ..judging.outputs import OpJudge
 from ..judging.record import Report
+from ..progress import Progress, silent
 from ..showing.terminal import LINES
 from ..sides.environment import describe_side
 from ..sides.fault import Fault
@@ -38,7 +39,6 @@ from ..sides.taps import Call, Declared
 from .model import Comparison, Judged
 from .ops_check import INTERPRETED
 
-Progress = Callable[[str], None]
 CULPRITS = 8
 """Culprits that are named at most."""
 
@@ -78,9 +78,7 @@ class BisectReport(Report):
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
-    environment: dict[str, Any] = field(default_factory=dict)
     compared: bool = False
-    seconds: float = 0.0
 
     @property
     def is_wrong(self) -> bool:
@@ -145,7 +143,7 @@ def bisect_model(
     subject: Subject, target: Target, steps: Sequence[StepInput], *,
     modes: Sequence[Mode] = ("S", "P"),
     start: np.ndarray | None = None, fault: Fault | None = None, planted: str = "",
-    progress: Progress = lambda text: None,
+    progress: Progress = silent,
 ) -> BisectReport:  # fmt: skip
     """Find what makes `target` fail on `subject`: in float32 first, where semantics show, then in
     the run dtype.
@@ -284,17 +282,8 @@ def _commands(
     """Commands that show what was found."""
     first = report.culprits[0]
     other = "torch:cpu" if target.backend == "jax" else "jax:cpu"
-    words = [
-        "twinfer numerics model --model",
-        subject.name,
-        "--mode",
-        report.mode,
-        "--a",
-        other,
-        "--b",
-        str(target),
-    ]
-    words += subject.flags()
+    words = ["twinfer numerics model --model", subject.name, "--mode", report.mode]
+    words += ["--a", other, "--b", str(target), *subject.flags()]
     if first.layer >= 0:
         words += ["--layers", str(first.layer)]
     yield " ".join([*words, *([f"--plant b={planted}"] if planted else [])])

@@ -22,6 +22,7 @@ from ...shared.models.caches import CacheLayout
 from ..judging.gates import Mode
 from ..judging.metrics import measure
 from ..judging.outputs import gate_for
+from ..progress import Progress, silent
 from ..sides.environment import describe_side
 from ..sides.fault import Fault
 from ..sides.subject import Subject, Target
@@ -29,7 +30,6 @@ from .bench import Bench, Rows, Schedule
 from .bisect import BisectReport, Culprit
 from .invariants import SPARE, best_logprobs, reference_rows
 
-Progress = Callable[[str], None]
 COMPILED, GRAPHS, SCAN = "compiled", "graphs", "scan_layers"
 
 
@@ -68,13 +68,8 @@ class _Engines:
         self, subject: Subject, target: Target, prompts: Sequence[np.ndarray], mode: Mode,
         fault: Fault | None
     ) -> None:  # fmt: skip
-        self.subject, self.target, self.prompts, self.mode, self.fault = (
-            subject,
-            target,
-            prompts,
-            mode,
-            fault,
-        )
+        self.subject, self.target, self.prompts = subject, target, prompts
+        self.mode, self.fault = mode, fault
         self.lengths = [len(p) + SPARE for p in prompts]
         self.runs, self.notes = 0, list[str]()
         self.environment: dict[str, Any] = {}
@@ -161,7 +156,7 @@ class _Engines:
 def bisect_knobs(
     subject: Subject, target: Target, prompts: Sequence[np.ndarray], *,
     modes: Sequence[Mode] = ("S", "P"),
-    fault: Fault | None = None, progress: Progress = lambda text: None,
+    fault: Fault | None = None, progress: Progress = silent,
 ) -> BisectReport:  # fmt: skip
     """Find the switches of `target` that its failure hangs on, in float32 first, then in the run
     dtype.

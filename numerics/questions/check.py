@@ -26,6 +26,7 @@ from ..judging.diff import Diff
 from ..judging.gates import MODES, Mode
 from ..judging.record import Report
 from ..judging.weights import PAGE_TABLE
+from ..progress import Progress, silent
 from ..sides.steps import default_prompts, make_steps
 from ..sides.subject import Subject, Target, name_sides
 from .invariants import InvariantsReport, check_invariants
@@ -33,7 +34,6 @@ from .model import compare_model
 from .ops_check import DEFINITION, OpsReport, check_ops, parts_of
 from .served import Definition, check_served
 
-Progress = Callable[[str], None]
 SECONDS = 900.0
 """Time that parts may be begun in. A part that has begun is finished."""
 
@@ -66,8 +66,6 @@ class CheckReport(Report):
     parts: list[Part] = field(default_factory=list)
     causes: list[Cause] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    environment: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
 
     @property
     def is_wrong(self) -> bool:
@@ -100,7 +98,7 @@ class CheckReport(Report):
 def check(
     subject: Subject, targets: Sequence[Target], *, modes: Sequence[Mode] = MODES,
     prompts: Sequence[np.ndarray] | None = None, definition: Definition = "auto",
-    seconds: float = SECONDS, progress: Progress = lambda text: None,
+    seconds: float = SECONDS, progress: Progress = silent,
 ) -> CheckReport:  # fmt: skip
     """Ask everything about `targets`: a part after another, until `seconds` are over. What was not
     begun by then is missing.

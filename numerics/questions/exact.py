@@ -9,7 +9,7 @@ do the same inside of the model's compiled programs is what modes S and P look a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,8 @@ from ...shared.step import StepInput
 from ..errors import NotComparable
 from ..judging.diff import Diff, Finding
 from ..judging.metrics import measure
-from ..judging.weights import check_page_tables, check_tables, check_weights
+from ..judging.weights import check_held, check_page_tables
+from ..progress import Progress, silent
 from ..sides.environment import describe
 from ..sides.reference import State, reference_of, storage_dtype
 from ..sides.side import Program, WorkerSide, plan_of
@@ -93,14 +94,13 @@ class ExactComparison:
         self.subject, self.seeds, self.sampling = subject, tuple(seeds), sampling
         self.model = subject.model
         self.weights = HostWeights(subject)
-        self._tables = subject.rotary_tables()
         self._reference = reference_of(subject, exact=False)
         self._known: dict[Any, list[Finding]] = {}
         self._judges: dict[Any, tuple[Arguments, ExactJudge]] = {}
 
     def run(
         self, sides: Mapping[str, WorkerSide], steps: Sequence[StepInput],
-        layers: Sequence[int] | None = None, progress: Callable[[str], None] = lambda text: None,
+        layers: Sequence[int] | None = None, progress: Progress = silent,
     ) -> Diff:  # fmt: skip
         """Probe at the shapes of the first step of each kind. Raises NotComparable if there is
         no step.
@@ -115,8 +115,7 @@ class ExactComparison:
         }
         judged = range(self.model.num_layers) if layers is None else layers
         for name, side in sides.items():
-            check_weights(diff, name, side.weights, self.weights, self.model.num_layers)
-            check_tables(diff, name, side.tables(), self._tables)
+            check_held(diff, name, side, self.weights)
             self._check_page_tables(diff, name, side, steps)
         for kind, (number, step) in sorted(first.items(), key=lambda entry: entry[1][0]):
             calls = self._calls(step, pages_of(steps), judged)
@@ -204,31 +203,22 @@ class ExactComparison:
         self, side: str, worker: WorkerSide, plan: Plan, op: str, tap: str, name: str,
         arguments: Arguments, judge: ExactJudge,
     ) -> Iterator[Finding]:  # fmt: skip
+        """Outside of a step and a layer: both are filled in where the op is called."""
         provider = plan[op].provider
         outputs = worker.run_op(plan, op, arguments)
         for index, (got, wrong) in enumerate(zip(outputs, judge.unequal(outputs), strict=True)):
             label = tap if len(outputs) == 1 else f"{tap}#{index}"
-            yield self._finding(side, label, provider, got, judge.wanted[index], wrong, name)
-
-    @staticmethod
-    def _finding(
-        side: str, tap: str, provider: str, got: np.ndarray, want: np.ndarray, wrong: np.ndarray,
-        probe: str,
-    ) -> Finding:  # fmt: skip
-        """Outside of a step and a layer: both are filled in where the op is called."""
-        places = np.argwhere(wrong)
-        complaints: tuple[str, ...] = ()
-        where = ""
-        if len(places):
-            complaints = (
-                f"probe '{probe}': {len(places)} of {wrong.size} elements are not the reference's",
-            )
-            where = f"element {tuple(int(i) for i in places[0])}"
-        same = got.shape == want.shape
-        # What may differ does not count, so that the metrics say what the complaint says.
-        shown = np.where(wrong, got, want) if same and complaints else want
-        metrics = measure(shown, want, want)
-        return Finding(side, "X", "op", 0, -1, tap, provider, metrics, complaints, None, where)
+            want, places = judge.wanted[index], np.argwhere(wrong)
+            complaints: tuple[str, ...] = ()
+            where, shown = "", want
+            if len(places):
+                what = f"{len(places)} of {wrong.size} elements are not the reference's"
+                complaints = (f"probe '{name}': {what}",)
+                where = f"element {tuple(places[0].tolist())}"
+                # What may differ does not count, so that the metrics say what the complaint says.
+                shown = np.where(wrong, got, want) if got.shape == want.shape else want
+            metrics = measure(shown, want, want)
+            yield Finding(side, "X", "op", 0, -1, label, provider, metrics, complaints, None, where)
 
 
 def _under(plan: Plan, calls: Sequence[Call]) -> list[tuple[Call, str]]:

@@ -47,10 +47,8 @@ def integers(rng: np.random.Generator, like: np.ndarray, largest: int = SMALL) -
     return rng.integers(-largest, largest + 1, like.shape).astype(like.dtype)
 
 
-def _or_none(
-    rng: np.random.Generator, like: np.ndarray | None, largest: int = SMALL
-) -> np.ndarray | None:
-    return None if like is None else integers(rng, like, largest)
+def _or_none(rng: np.random.Generator, like: np.ndarray | None) -> np.ndarray | None:
+    return None if like is None else integers(rng, like)
 
 
 def _signs(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:

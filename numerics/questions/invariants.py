@@ -34,6 +34,7 @@ from ..judging.gates import (
 )
 from ..judging.metrics import Metrics, fields_json, log_softmax, measure
 from ..judging.record import Report
+from ..progress import Progress, silent
 from ..showing.terminal import LINES
 from ..sides.environment import describe_side
 from ..sides.fault import Fault
@@ -44,7 +45,6 @@ from ..sides.subject import HostWeights, Subject, Target
 from ..sides.taps import Tracer
 from .bench import Bench, Change, Rows, Schedule, permuted_pages
 
-Progress = Callable[[str], None]
 SPARE = 8
 """Tokens that a request may grow by when it runs free."""
 Promise = Literal["bitwise", "rounding"]
@@ -96,11 +96,9 @@ class InvariantsReport(Report):
 
     kind = "invariants"
     target: str
-    environment: dict[str, Any] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    seconds: float = 0.0
 
     @property
     def failures(self) -> list[Result]:
@@ -170,9 +168,11 @@ class Lab:
 # --------------------------------------------------------------------------------------------------
 
 
-def _scheduled(name: str, **schedule: Any) -> Callable[[Lab], tuple[Rows, Rows]]:
+def _scheduled(
+    name: str, schedule: Callable[[Lab], Schedule]
+) -> Callable[[Lab], tuple[Rows, Rows]]:
     """Another schedule on the same worker."""
-    return lambda lab: (lab.usual, lab.logits(name, Schedule(**schedule)))
+    return lambda lab: (lab.usual, lab.logits(name, schedule(lab)))
 
 
 def _with_option(name: str, option: str, value: Any) -> Callable[[Lab], tuple[Rows, Rows]]:
@@ -192,13 +192,9 @@ def _company(lab: Lab) -> tuple[Rows, Rows]:
     return lab.usual, _only(rows, lambda key: key[0] in kept)
 
 
-def _pages(lab: Lab) -> tuple[Rows, Rows]:
-    change = permuted_pages(lab.bench.pages, lab.bench.layout.groups, seed=3)
-    return lab.usual, lab.logits("page-permutation", Schedule(change=change))
-
-
-def _chunks(lab: Lab) -> tuple[Rows, Rows]:
-    return lab.usual, lab.logits("chunks", Schedule(budget=lab.subject.max_num_seqs))
+def _moved_pages(lab: Lab, table: bool = True) -> Change:
+    """Pages lie elsewhere; without their `table`, which breaks the relation."""
+    return permuted_pages(lab.bench.pages, lab.bench.layout.groups, seed=3, table=table)
 
 
 def _prefix(lab: Lab) -> tuple[Rows, Rows]:
@@ -294,7 +290,7 @@ RELATIONS = {
     for r in (
         Relation(
             "repeat", "running the same once more", "bitwise", f"{SAME}; nothing is left to chance",
-            _scheduled("repeat"),
+            _scheduled("repeat", lambda lab: Schedule()),
         ),
         Relation(
             "company", "what other requests say", "bitwise", f"{SAME}: rows know only their own",
@@ -302,7 +298,7 @@ RELATIONS = {
         ),
         Relation(
             "page-permutation", "where pages lie", "bitwise", f"{SAME}, gathered from elsewhere",
-            _pages,
+            _scheduled("page-permutation", lambda lab: Schedule(change=_moved_pages(lab))),
         ),
         Relation(
             "overlap", "one step in flight or two", "bitwise", f"{SAME}; only the host waits less",
@@ -310,9 +306,12 @@ RELATIONS = {
         ),
         Relation(
             "batch", "a request alone or among others", "rounding", OTHER_SHAPE,
-            _scheduled("batch", alone=True),
+            _scheduled("batch", lambda lab: Schedule(alone=True)),
         ),
-        Relation("chunks", "the lengths of a prompt's chunks", "rounding", OTHER_SHAPE, _chunks),
+        Relation(
+            "chunks", "the lengths of a prompt's chunks", "rounding", OTHER_SHAPE,
+            _scheduled("chunks", lambda lab: Schedule(budget=lab.subject.max_num_seqs)),
+        ),
         Relation(
             "prefix-cache", "a prefix found in the cache or computed", "rounding", OTHER_SHAPE,
             _prefix,
@@ -320,11 +319,11 @@ RELATIONS = {
         Relation("preemption", "being preempted and resumed", "rounding", OTHER_SHAPE, _preemption),
         Relation(
             "padding", "the size that a step is padded to", "rounding", OTHER_SHAPE,
-            _scheduled("padding", large=True),
+            _scheduled("padding", lambda lab: Schedule(large=True)),
         ),
         Relation(
             "decode-prefill", "tokens decoded or prefilled", "rounding", OTHER_SHAPE,
-            _scheduled("decode-prefill", decoded=1 << 20),
+            _scheduled("decode-prefill", lambda lab: Schedule(decoded=1 << 20)),
         ),
         Relation(
             "page-groups", "layers with windows keep what they read, or everything", "rounding",
@@ -353,9 +352,7 @@ RELATIONS = {
     )
 }  # fmt: skip
 BREAKS: dict[str, Callable[[Lab], Change]] = {
-    "page-permutation": lambda lab: permuted_pages(
-        lab.bench.pages, lab.bench.layout.groups, seed=3, table=False
-    ),
+    "page-permutation": lambda lab: _moved_pages(lab, table=False),
 }
 """Relations that can be broken on purpose, to see them fail: a page is put elsewhere without its
 table.
@@ -414,14 +411,12 @@ class Judge:
             self._usual, self._noise, self._errors = pair[0], None, {}
         one, other = pair[0].first(), pair[1]
         result = Result(relation.name, self._mode, relation.promise, relation.reason)
-        keys = [key for key in other.keys if key in one]
+        both = [(key, v) for key, v in zip(other.keys, other.values, strict=True) if key in one]
+        keys = [key for key, _ in both]
         result.compared = len(keys)
-        a = np.stack([one[key] for key in keys]) if keys else np.zeros((0, 1))
-        b = (
-            np.stack([v for k, v in zip(other.keys, other.values, strict=True) if k in one])
-            if keys
-            else a
-        )
+        a, b = np.zeros((2, 0, 1))
+        if both:
+            a, b = np.stack([one[key] for key in keys]), np.stack([value for _, value in both])
         lost = set(one) - set(other.keys)
         if lost and relation.name != "company":
             result.complaints.append(f"{len(lost)} of {len(one)} rows were not computed")
@@ -600,7 +595,7 @@ def _place(key: tuple[int, int]) -> str:
 def check_invariants(
     subject: Subject, target: Target, prompts: Sequence[np.ndarray], *, names: Sequence[str] = (),
     modes: Sequence[Mode] = ("S", "P"), fault: Fault | None = None, breaks: Sequence[str] = (),
-    progress: Progress = lambda text: None,
+    progress: Progress = silent,
 ) -> InvariantsReport:  # fmt: skip
     """Check relations (`names`; none: all that apply and are not costly) on `target`.
 

@@ -10,7 +10,7 @@ OpenAI-compatible `/v1/completions`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,11 @@ from ...shared.tokenizer import Tokenizer
 from ..bundles.dump import Dump, read_dump
 from ..judging.diff import Diff
 from ..judging.gates import FOREIGN, Mode, Scope, foreign, mode_of
-from ..judging.logits_metrics import KL_LIMIT, compare_logits, compare_named
+from ..judging.logits_metrics import KL_LIMIT, compare_logits
 from ..judging.metrics import measure
-from ..judging.server_metrics import NamedRow, judge_server, named_row
-from ..judging.weights import check_tables, check_weights
+from ..judging.server_metrics import NamedRow, compare_named, judge_server, named_row
+from ..judging.weights import check_held
+from ..progress import Progress, silent
 from ..sides.environment import describe_side
 from ..sides.fault import Fault
 from ..sides.http_server import Reading, Served, Tops, read_server
@@ -34,7 +35,6 @@ from ..sides.subject import HostWeights, Subject, Target, checkpoint_of, name_si
 from .bench import Bench, Schedule
 from .model import LIMITS, Caches, Comparison, Streams
 
-Progress = Callable[[str], None]
 TRANSFORMERS = "transformers"
 SERVERS = "http://", "https://"
 DUMP = "dump:"
@@ -65,7 +65,7 @@ def compare_ends(
     positions: int = 8,
     server_logits: str = "auto",
     faults: Mapping[str, Fault] | None = None,
-    progress: Progress = lambda text: None,
+    progress: Progress = silent,
 ) -> Diff:
     """Compare the logits of `sides` over prompts. A server is asked for what follows `positions`
     prefixes of each, for all positions at once, and for what it generates after each prompt, which
@@ -174,9 +174,7 @@ class _Ends(Comparison):
     def check_held(self) -> None:
         """What each worker's programs are given must be the checkpoint's, and the definition's."""
         for name, bench in self._benches.items():
-            worker = bench.worker
-            check_weights(self.diff, name, worker.read_weights, self.weights, self.model.num_layers)
-            check_tables(self.diff, name, worker.read_tables(), self._tables)
+            check_held(self.diff, name, bench.worker, self.weights)
 
     def _comparisons(self) -> int:
         tensors = len(self._names) if self._dump is None else len(self._dump[1].names) + 1
@@ -254,30 +252,26 @@ class _Ends(Comparison):
         """Compare the first side with what the server named at this step's positions, at the rows
         that the references know.
         """
-        rows, tops = list[int](), list[dict[int, float]]()
+        rows, named = list[int](), list[NamedRow]()
         for row, place_ in enumerate(places):
             for reading in self._readings.get(place_, ()) if row in known else ():
                 top = self._ids(reading.tops, exact[row])
                 if not top:
                     continue
                 rows.append(row)
-                tops.append(top)
-                self.named.append(
+                named.append(
                     named_row(reading.way, place_, top, reading.token, exact[row], faithful[row])
                 )
         if not rows:
             return
-        entry = compare_named(
-            a[rows],
-            tops,
-            exact[rows],
-            faithful[rows],
-            [where(self.step, row) for row in rows],
-            limits(self.dtype).half_ulp if self.mode == "P" else 0.0,
-            self.mode,
-            self.step.step_id - 1,
+        self.named += named
+        half_ulp = limits(self.dtype).half_ulp if self.mode == "P" else 0.0
+        places_ = [where(self.step, row) for row in rows]
+        self.diff.logits.append(
+            compare_named(
+                a[rows], exact[rows], named, places_, half_ulp, self.mode, self.step.step_id - 1
+            )
         )
-        self.diff.logits.append(entry)
 
     def _ids(self, top: Tops, exact: np.ndarray) -> dict[int, float]:
         """Token ids of what a server named; texts are looked up among the 500 best tokens."""

@@ -29,7 +29,8 @@ from ..judging.metrics import Metrics, measure
 from ..judging.outputs import FEW, OpJudge, gate_for
 from ..judging.power import power
 from ..judging.served import judge_row
-from ..judging.weights import check_page_tables, check_tables, check_weights
+from ..judging.weights import check_held, check_page_tables
+from ..progress import Progress, silent
 from ..sides.environment import describe
 from ..sides.fault import Fault
 from ..sides.jitter import HALF_ULP32, Jitter
@@ -48,7 +49,6 @@ AMPLIFIED = 4.0
 """So many times the power that layers make of noise by themselves: what is carried through a stream
 adds up to about once.
 """
-Progress = Callable[[str], None]
 Streams = dict[bool, tuple[np.ndarray, np.ndarray]]
 """hidden and residual of the exact reference (True) and of the faithful one."""
 Caches = dict[bool, np.ndarray]
@@ -86,7 +86,6 @@ class Comparison:
         self.layers = set(range(self.model.num_layers) if layers is None else layers)
         self.weights = HostWeights(subject)
         self.sources = sources_of(self.model)
-        self._tables = subject.rotary_tables()
         self._reference = partial(reference_of, subject)
         self.exact = self._reference(exact=True)
         self.faithful = self._reference(exact=False)
@@ -114,13 +113,9 @@ class Comparison:
         for bit.
         """
         for judged in self.sides:
-            side, name = judged.side, judged.name
-            judged.weights = check_weights(
-                self.diff, name, side.weights, self.weights, self.model.num_layers
+            judged.weights, judged.tables = check_held(
+                self.diff, judged.name, judged.side, self.weights
             )
-            tables = side.tables()
-            if check_tables(self.diff, name, tables, self._tables):
-                judged.tables = tables
 
     def _first_caches(self, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
         # Layers of one shape share what nobody has written yet.
@@ -134,7 +129,7 @@ class Comparison:
     # --- a step
     # ----------------------------------------------------------------------------------------------
 
-    def run(self, steps: Sequence[StepInput], progress: Progress = lambda text: None) -> Diff:
+    def run(self, steps: Sequence[StepInput], progress: Progress = silent) -> Diff:
         """Compare all steps. Raises NotComparable if there are none."""
         if not steps:
             raise NotComparable("there are no steps to compare")
@@ -230,7 +225,11 @@ class Comparison:
             output = total(ran.streams[index + 1])
             if not self._is_lost(inputs, streams):
                 self._local(judged, index, weights, inputs, output, rows)
-            self._inherited(judged, index, output, after, rows)
+            right, noisy = (total(after[exact]) for exact in (True, False))
+            amplified = self._amplified_run(judged.name, index)
+            self._find(
+                judged.name, "inherited", index, "output", output, right, noisy, amplified, rows
+            )
         return after, written
 
     def _local(
@@ -251,15 +250,6 @@ class Comparison:
         given = total(inputs)[: self.real]
         right = total(streams[False])[: self.real]
         return bool((np.isfinite(right) & ~np.isfinite(given)).any())
-
-    def _inherited(
-        self, judged: Judged, index: int, output: np.ndarray, after: Streams, rows: np.ndarray
-    ) -> None:
-        expected, noisy = (total(after[exact]) for exact in (True, False))
-        amplified = self._amplified_run(judged.name, index)
-        self._find(
-            judged.name, "inherited", index, "output", output, expected, noisy, amplified, rows
-        )
 
     def _amplified(
         self, index: int, weights: Mapping[str, np.ndarray], inputs: State, expected: np.ndarray,
@@ -533,7 +523,7 @@ def compare_model(
     layers: Sequence[int] | None = None,
     taps: Sequence[str] = ("*",),
     faults: Mapping[str, Fault] | None = None,
-    progress: Progress = lambda text: None,
+    progress: Progress = silent,
 ) -> Diff:
     """Compare `targets` on `subject` in the given modes. `faults` plants faults by side (`a`,
     `b`, ...): for tests.

@@ -10,7 +10,7 @@ weights are needed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ from ...shared.worker import backend_module
 from ..judging.gates import ALL_MODES, Mode, mode_of
 from ..judging.metrics import fields_json
 from ..judging.record import Report
+from ..progress import Progress, silent
 from ..showing.terminal import LINES
 from ..sides.environment import versions
 from ..sides.fault import Fault, faulty
@@ -48,7 +49,6 @@ from ..sides.taps import Tracer
 from .exact import ExactJudge
 from .exact_probes import probes
 
-Progress = Callable[[str], None]
 DEFINITION = "our definition"
 """The side of what all implementations are judged by."""
 INTERPRETED = "_interpret"
@@ -102,8 +102,6 @@ class OpsReport(Report):
     absent: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     undefined: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    environment: dict[str, Any] = field(default_factory=dict)
 
     @property
     def failures(self) -> list[OpResult]:
@@ -138,7 +136,7 @@ class OpsReport(Report):
 def check_ops(
     targets: Sequence[Target], names: Sequence[str] = (), faults: Mapping[str, Fault] | None = None,
     modes: Sequence[Mode] = ALL_MODES, dtypes: Sequence[str] | None = None, planned: bool = False,
-    progress: Progress = lambda text: None,
+    progress: Progress = silent,
 ) -> OpsReport:  # fmt: skip
     """Judge all implementations of `names` (none: all ops) on `targets`, in `dtypes` (None: all).
     `faults` plants faults by side (`a`, `b`). `planned`: only the providers that a target names,

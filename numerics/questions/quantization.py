@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -23,15 +23,14 @@ from ...shared.errors import ConfigError
 from ...shared.models.quantization import WHEN_LOADED, Quantization
 from ...shared.models.table import piece_name
 from ...shared.step import StepInput
-from ..errors import EQUAL
 from ..judging.metrics import divergence, log_softmax
-from ..judging.record import dumps
+from ..judging.record import Report
+from ..progress import Progress, silent
 from ..sides.environment import steps_hash, versions
 from ..sides.reference import reference_of, sources_of, total
 from ..sides.steps import cache_shapes, make_steps, pages_of, real_tokens
 from ..sides.subject import HostWeights, Subject, check_recordable
 
-Progress = Callable[[str], None]
 CLEAR = 0.5
 """Nats by which the best token leads where it is a clear one."""
 
@@ -46,15 +45,16 @@ class LayerCost:
     alone: float
 
 
-@dataclass
-class QuantizationReport:
-    """What a scheme costs. `kl` and `worst_kl`: divergence of the logits from the plain model's, in
-    nats, mean and largest over positions. `top1`: share of positions with the same best token;
-    `clear_top1`: of those `clear` whose best token leads by at least `CLEAR`.
+@dataclass(slots=True)
+class QuantizationReport(Report):
+    """What a scheme costs: nothing is wrong or missing in it. `kl` and `worst_kl`: divergence of
+    the logits from the plain model's, in nats, mean and largest over positions. `top1`: share of
+    positions with the same best token; `clear_top1`: of those `clear` whose best token leads by at
+    least `CLEAR`.
     """
 
+    kind = "quantization"
     scheme: str
-    environment: dict[str, Any] = field(default_factory=dict)
     positions: int = 0
     kl: float = 0.0
     worst_kl: float = 0.0
@@ -62,7 +62,9 @@ class QuantizationReport:
     clear: int = 0
     clear_top1: float = 0.0
     layers: list[LayerCost] = field(default_factory=list)
-    seconds: float = 0.0
+    missing = ()
+    is_wrong = False
+    has_compared = True
 
     @property
     def ranked(self) -> list[LayerCost]:
@@ -78,11 +80,13 @@ class QuantizationReport:
         text = json.dumps([*known, *(f"{value:.5g}" for value in figures)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def dumps(self) -> str:
-        """JSON text."""
-        record = asdict(self) | {"ranked": [cost.layer for cost in self.ranked]}
-        own = {"exit_code": EQUAL, "verdict": "measured", "sides": [self.scheme]}
-        return dumps("quantization", record | own | {"digest": self.digest})
+    def body(self) -> dict[str, Any]:
+        ranked = [cost.layer for cost in self.ranked]
+        own = {"verdict": "measured", "sides": [self.scheme], "ranked": ranked}
+        return asdict(self) | own | {"digest": self.digest}
+
+    def cases(self) -> dict[tuple[str, str], list[str]]:
+        return {}
 
 
 FIGURES = ("positions", "kl", "worst_kl", "top1", "clear", "clear_top1")
@@ -92,7 +96,7 @@ def quantization_cost(
     subject: Subject,
     scheme: str,
     prompts: Sequence[np.ndarray],
-    progress: Progress = lambda text: None,
+    progress: Progress = silent,
 ) -> QuantizationReport:
     """Run the model plain, quantised, and with each layer alone quantised. Raises ConfigError for a
     scheme that is none, and for a checkpoint that is quantised already.

@@ -8,7 +8,7 @@ live engine has no ops and no logits: its layers, its tokens and their log-proba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..errors import NotComparable
 from ..judging.diff import Diff
 from ..judging.gates import mode_of
 from ..judging.served import judge_row, judge_rows
+from ..progress import Progress, silent
 from ..sides.fault import Fault
 from ..sides.sampling import sampled_rows
 from ..sides.side import (
@@ -41,7 +42,6 @@ from ..sides.subject import HostWeights, Target, name_sides
 from ..sides.taps import Call, declare
 from .model import Comparison
 
-Progress = Callable[[str], None]
 RECORDED = "recorded"
 CACHES = "kv_in", "kv_out"
 """Names of a layer's cache before and after a step among the arrays of taps."""
@@ -116,9 +116,7 @@ class Recording:
         self.spec = decoder.model_of(bundle.subject.model)
         self.plans: Any = RecordedPlans(bundle.source, self.spec)
         self._weights = HostWeights(bundle.subject)
-        subject = bundle.subject
-        self._tables = subject.rotary_tables()
-        self._groups = groups_of(subject)
+        self._groups = groups_of(bundle.subject)
         self._by_id = {id(recorded.step): recorded for recorded in bundle.steps}
 
     def begin(self, start: Sequence[np.ndarray]) -> None:
@@ -140,13 +138,13 @@ class Recording:
         rows = finished_rows(step, streams[-1])
         return Executed(step, streams, before, self._cache, self._step.arrays.get("logits"), rows)
 
-    def weights(self, layer: int) -> Mapping[str, np.ndarray]:
+    def read_weights(self, layer: int) -> Mapping[str, np.ndarray]:
         """The model's: the bundle's fingerprint vouches for them."""
         return self._weights.top() if layer < 0 else self._weights.layer(layer)
 
-    def tables(self) -> tuple[np.ndarray, np.ndarray]:
+    def read_tables(self) -> tuple[np.ndarray, np.ndarray]:
         """Those of the definition: a bundle has none."""
-        return self._tables
+        return self._weights.subject.rotary_tables()
 
     def array(self, name: str) -> np.ndarray:
         """A recorded array of the step. Raises NotComparable."""
@@ -239,7 +237,7 @@ class FromStart(Comparison):
 
 def replay(
     bundle: Bundle, targets: Sequence[Target], *, faults: Mapping[str, Fault] | None = None,
-    progress: Progress = lambda text: None,
+    progress: Progress = silent,
 ) -> Diff:  # fmt: skip
     """Run a bundle's steps on `targets` and judge them and what was recorded. `faults` by target's
     place, a, b, ...

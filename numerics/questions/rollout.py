@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,12 +23,13 @@ from ..judging.metrics import log_softmax
 from ..judging.record import Report
 from ..judging.served import POOLED
 from ..judging.server_metrics import GROWTH
+from ..progress import Progress, silent
+from ..showing.report import rollout_facts
 from ..sides.serving import Answer, Ask, serve
 from ..sides.steps import default_prompts, make_owned_steps, owned_rows
 from ..sides.subject import Subject, Target, name_sides
 from .model import Comparison
 
-Progress = Callable[[str], None]
 TOKENS = 10_000
 JUDGED, SEQUENCES = 256, 2
 """Tokens of a sequence, and sequences, whose noise the references say: they run on the host."""
@@ -103,8 +104,6 @@ class RolloutReport(Report):
     perplexity: Perplexity | None
     problems: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    environment: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
 
     @property
     def is_wrong(self) -> bool:
@@ -125,7 +124,7 @@ class RolloutReport(Report):
 
 def check_rollout(
     subject: Subject, targets: Sequence[Target], *, tokens: int = TOKENS,
-    text: np.ndarray | None = None, progress: Progress = lambda text: None,
+    text: np.ndarray | None = None, progress: Progress = silent,
 ) -> RolloutReport:  # fmt: skip
     """Let the first target draw `tokens` tokens at temperature 1 and the second compute them as
     prompts, and both a `text` [tok].
@@ -156,7 +155,7 @@ def check_rollout(
     differences = [y[FIRST - 1 :] - x for x, y in zip(a, b, strict=False)]
     delta = np.concatenate(differences)
     progress("the noise of the references")
-    noises = _noise(subject, [ids[: JUDGED + 1] for ids in sequences[:SEQUENCES]], progress)
+    noises = _Noise(subject, [ids[: JUDGED + 1] for ids in sequences[:SEQUENCES]]).judge(progress)
     known = _known(differences, noises)
     sigma, limit = _sigma(subject.dtype, *known[1:])
     growth, growth_limit = _growth(*known)
@@ -249,12 +248,6 @@ class _Noise(Comparison):
                 token = self._sequences[sequence][position + 1]
                 right, noisy = (log_softmax(x[row])[token] for x in (exact, faithful))
                 self.found[sequence][position] = noisy - right
-
-
-def _noise(
-    subject: Subject, sequences: Sequence[np.ndarray], progress: Progress
-) -> list[np.ndarray]:
-    return _Noise(subject, sequences).judge(progress)
 
 
 # --- what they say
@@ -378,29 +371,10 @@ def _problems(report: RolloutReport, power: float) -> list[str]:
 
 def render(report: RolloutReport) -> str:
     """The verdict and the three tables in few lines."""
-    e, r = report.environment, report.ratios
-    tail = ", ".join(f"{share} {value:.4f}" for share, value in r.quantiles.items())
+    e, (a, b) = report.environment, report.sides
     lines = [
         f"{report.word}: {e['model']} in {e['dtype']}, {report.seconds:.1f} s",
-        f"{report.sides[0]} drew {r.tokens} tokens, {report.sides[1]} computed them",
-        f"difference over that of two roundings: sigma {report.sigma:.3g} (limit "
-        f"{report.limit:.3g})",
-        f"importance ratios: mean {r.mean:.5f} within {r.mean_error:.1g}, {r.smallest:.4f} to "
-        f"{r.largest:.4f}, {100 * r.clipped:.2g} % clipped, worth {100 * r.effective:.2f} % of the "
-        f"tokens, KL {r.kl:.2g} nats",
-        f"  by share of tokens: {tail}",
-        f"drift: {report.growth:+.3f} of the noise a doubling of the position (limit "
-        f"{report.growth_limit:.3f})",
-        *(
-            f"  positions {x.first} to {x.last}: rms {x.rms:.3g} nats, mean {x.mean:+.1g}, "
-            f"largest {x.largest:.3g}, {x.tokens} tokens"
-            for x in report.drift
-        ),
+        f"{a} drew {report.ratios.tokens} tokens, {b} computed them",
+        *(f"{name}: {figures}" for name, figures in rollout_facts(report.body())),
     ]
-    text = report.perplexity
-    if text is not None:
-        lines.append(
-            f"perplexity of {text.tokens} tokens: a {text.a:.5g}, b {text.b:.5g}; "
-            f"{text.difference:+.2g} nats a token within {text.error:.1g}"
-        )
     return "\n".join([*lines, *report.problems])

@@ -7,7 +7,7 @@ and does worse in the second is a drift.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from ..bundles.bundle import Bundle, read
 from ..errors import NotComparable
 from ..judging.diff import Diff, layer_sigmas, load
 from ..judging.logits_metrics import compare_logits
+from ..progress import Progress, silent
 from ..showing.report import read_record
 from .replay import RECORDED, FromStart, Recording
 
@@ -26,10 +27,9 @@ thousandths.
 """
 SAME = "model_hash", "steps_hash", "dtype"
 Item = Diff | Bundle | str | Path
-Progress = Callable[[str], None]
 
 
-def compare(*items: Item, model: str | None = None, progress: Progress = lambda text: None) -> Diff:
+def compare(*items: Item, model: str | None = None, progress: Progress = silent) -> Diff:
     """One comparison of all sides of `items`: results, bundles, or their paths. `model`: the
     bundles' model's folder.
 
@@ -107,7 +107,7 @@ class _Beside(FromStart):
 
 
 def judge_bundle(
-    bundle: Bundle, others: Sequence[Bundle] = (), progress: Progress = lambda text: None
+    bundle: Bundle, others: Sequence[Bundle] = (), progress: Progress = silent
 ) -> Diff:
     """Judge what a bundle recorded against both references, and its logits against those of
     other bundles.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from ..faults.planting import plant
 from ..judging.diff import Diff
 from ..judging.gates import ALL_MODES
 from ..judging.record import Report
+from ..progress import Progress, silent
 from ..sides.environment import versions
 from ..sides.fault import Fault
 from ..sides.side import open_sides
@@ -43,7 +44,6 @@ from .model import Comparison
 from .ops_check import can_show, check_ops
 from .selftest_model import LAYER, open_model
 
-Progress = Callable[[str], None]
 MODES = (*ALL_MODES, "I")
 RELATIONS = "company", "page-permutation", "batch", "chunks", "decode-prefill", "page-groups"
 """The invariants of mode I: those of one worker, and what a worker without page groups gives."""
@@ -76,6 +76,19 @@ class FaultResult:
         """The modes that saw it on a side."""
         return [s.mode for s in self.sights if s.side == side and s.found]
 
+    def missed(self, sides: Sequence[str]) -> list[str]:
+        """The sides on which no mode saw it, in words."""
+        return [f"{side}: {self.name}" for side in sides if not self.modes(side)]
+
+    @property
+    def misplaced(self) -> list[str]:
+        """Where a mode saw it, and it is not, in words."""
+        return [
+            f"{sight.side}: {self.name} in mode {sight.mode} at {sight.found}"
+            for sight in self.sights
+            if not sight.right_place
+        ]
+
 
 @dataclass(slots=True)
 class SelfTest(Report):
@@ -89,8 +102,6 @@ class SelfTest(Report):
     faults: list[FaultResult] = field(default_factory=list)
     alarms: list[str] = field(default_factory=list)
     clean: int = 0
-    seconds: float = 0.0
-    environment: dict[str, Any] = field(default_factory=dict)
 
     def by_name(self) -> dict[str, FaultResult]:
         return {fault.name: fault for fault in self.faults}
@@ -98,22 +109,12 @@ class SelfTest(Report):
     @property
     def missed(self) -> list[str]:
         """Faults that no mode saw, by side."""
-        return [
-            f"{side}: {fault.name}"
-            for fault in self.faults
-            for side in self.sides
-            if not fault.modes(side)
-        ]
+        return [text for fault in self.faults for text in fault.missed(self.sides)]
 
     @property
     def misplaced(self) -> list[str]:
         """Faults that a mode saw elsewhere."""
-        return [
-            f"{sight.side}: {fault.name} in mode {sight.mode} at {sight.found}"
-            for fault in self.faults
-            for sight in fault.sights
-            if not sight.right_place
-        ]
+        return [text for fault in self.faults for text in fault.misplaced]
 
     @property
     def is_wrong(self) -> bool:
@@ -145,17 +146,17 @@ class SelfTest(Report):
         }  # fmt: skip
 
     def cases(self) -> dict[tuple[str, str], list[str]]:
-        found = {("faults", fault.name): [m for m in self.missed if m.endswith(f": {fault.name}")]
-                 for fault in self.faults}  # fmt: skip
-        for entry in self.misplaced:
-            found["faults", entry.split(": ", 1)[1].split(" in mode ")[0]].append(entry)
+        found = {
+            ("faults", fault.name): [*fault.missed(self.sides), *fault.misplaced]
+            for fault in self.faults
+        }
         return found | {("clean", "no false alarm"): list(self.alarms)}
 
 
 def selftest(
     targets: Sequence[Target], *, names: Sequence[str] = (), modes: Sequence[str] = MODES,
     seeds: int = SEEDS,
-    progress: Progress = lambda text: None,
+    progress: Progress = silent,
 ) -> SelfTest:  # fmt: skip
     """Plant `names` (none: all of the catalogue) on every target, and run `seeds` clean models.
 
@@ -236,7 +237,7 @@ class _Bench:
 
     def _sight(self, diff: Diff, side: str, entry: Entry) -> Sight:
         first = diff.first_divergence(side)
-        problem = next(iter(_problems(diff, side)), "")
+        problem = next((text for text in diff.problems if text.startswith(side)), "")
         if first is None:
             return Sight(side, self.mode, problem)
         found = f"{first.name}: {first.complaints[0]}"
@@ -304,10 +305,6 @@ class _Engine:
         yield from (f"{result.relation}: {result.complaints[0]}" for result in report.failures)
         if fault is None:
             yield from report.missing
-
-
-def _problems(diff: Diff, side: str) -> Iterator[str]:
-    yield from (problem for problem in diff.problems if problem.startswith(side))
 
 
 def _look_at_ops(

@@ -25,7 +25,6 @@ from ...ops.declare import REGISTRY
 from ...ops.namespaces import namespace
 from ...shared.engine import Engine, TokenLogprobs
 from ...shared.errors import ConfigError
-from ...shared.models import decoder
 from ...shared.request import FinishReason
 from ...shared.sampling_encoding import encode_bias, encode_processors, encode_sampling
 from ...shared.sampling_params import SamplingParams
@@ -35,7 +34,8 @@ from ..judging.gates import MODES, Mode, semantics, walk
 from ..judging.metrics import Flip, measure
 from ..judging.served import Choose, Row, judge_row, judge_rows
 from ..judging.streams import StreamErrors, TokenOfPass, judge_streams
-from ..judging.weights import check_tables, check_weights
+from ..judging.weights import check_held
+from ..progress import Progress, silent
 from ..sides.reference import total
 from ..sides.sampling import sample
 from ..sides.serving import Answer, Ask, Served, serve
@@ -44,9 +44,7 @@ from ..sides.subject import HostWeights, Subject, Target, name_sides
 from .logits import TRANSFORMERS, transformers_logits
 from .model import Caches, Comparison, Streams
 
-Progress = Callable[[str], None]
 Definition = Literal["auto", "transformers", "off"]
-DEFINITIONS: tuple[Definition, ...] = ("auto", "transformers", "off")
 
 RUNS: dict[str, dict[str, Any]] = {
     "steps": {"tight": True, "decode_steps": 1},
@@ -130,7 +128,7 @@ def workload(
 def check_served(
     subject: Subject, targets: Sequence[Target], *, modes: Sequence[Mode] = MODES,
     prompts: Sequence[np.ndarray] | None = None, definition: Definition = "auto",
-    progress: Progress = lambda text: None,
+    progress: Progress = silent,
 ) -> Diff:  # fmt: skip
     """Serve the workload by an engine of each target, in each of RUNS, and judge what came out: in
     float32 (mode S), and in the run dtype (P) where that is another.
@@ -167,7 +165,10 @@ def _check(
         for run, options in RUNS.items():
             progress(f"{subject.dtype}, {target}: starting, {run}")
             asks = workload(subject, prompts, loops=run == "loops")
-            inspect = partial(_check_held, held, f"{name}, {run}", subject)
+
+            def inspect(engine: Engine, side: str = f"{name}, {run}") -> None:
+                check_held(held, side, engine.worker, HostWeights(subject))
+
             runs[name, run] = serve(
                 subject, target, asks, inspect=inspect, progress=progress, **options
             )
@@ -184,16 +185,6 @@ def _check(
     }
     diff.seconds = time.perf_counter() - started
     return diff
-
-
-def _check_held(diff: Diff, side: str, subject: Subject, engine: Engine) -> None:
-    """Compare what an engine's programs are given with the checkpoint, and with the definition of
-    the rotary tables.
-    """
-    worker, model = engine.worker, engine.model
-    check_weights(diff, side, worker.read_weights, HostWeights(subject), model.num_layers)
-    right = decoder.rotary_tables(model, engine.config.max_model_len)
-    check_tables(diff, side, worker.read_tables(), right)
 
 
 # --- what ran

@@ -116,10 +116,10 @@ def _finding(raw: Record) -> dict[str, Any]:
     """A finding with numbers instead of names of infinities, and its shares, the contract's
     among them.
     """
-    metrics = {k: _number(v) for k, v in raw["metrics"].items() if not isinstance(v, list)}
-    shares = {name: _number(v) for name, v in raw["shares"].items()}
+    metrics = {k: float(v) for k, v in raw["metrics"].items() if not isinstance(v, list)}
+    shares = {name: float(v) for name, v in raw["shares"].items()}
     if raw["contract"] is not None:
-        shares["contract"] = _number(raw["contract"])
+        shares["contract"] = float(raw["contract"])
     row = _row(raw["tap"], raw["layer"])
     return {
         **raw,
@@ -148,10 +148,6 @@ def _row(tap: str, layer: int) -> float:
     if layer >= 0:
         return layer
     return math.inf if tap.split("[")[0].split(" ")[0] in LAST else -1
-
-
-def _number(value: Any) -> float:
-    return float(value)
 
 
 CAUSES = {
@@ -192,16 +188,11 @@ def _facts(record: Record, findings: Sequence[Record]) -> list[tuple[str, str]]:
     count = len(findings) or record.get("compared")
     if isinstance(count, bool):  # a search only says whether something was compared
         count = None
-    facts = [
-        ("model", e.get("model")),
-        ("architecture", e.get("architecture")),
-        ("dtype", e.get("dtype")),
-    ]
-    facts += [("layers", e.get("layers")), ("tokens", e.get("tokens")), ("steps", e.get("steps"))]
-    facts += [("weights", e.get("load_format")), ("seed", e.get("seed")), ("comparisons", count)]
-    facts += [("definition", e.get("definition"))]
-    facts += [("seconds", f"{record.get('seconds', 0.0):.1f}")]
-    return [(name, str(value)) for name, value in facts if value not in (None, "")]
+    names = "model", "architecture", "dtype", "layers", "tokens", "steps", "weights", "seed"
+    facts = {name: e.get("load_format" if name == "weights" else name) for name in names}
+    facts |= {"comparisons": count, "definition": e.get("definition")}
+    facts["seconds"] = f"{record.get('seconds', 0.0):.1f}"
+    return [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
 
 
 def _environment(record: Record, sides: Sequence[str]) -> list[dict[str, Any]]:
@@ -450,7 +441,7 @@ def _summary(findings: Sequence[Record]) -> dict[str, Any] | None:
     }
 
 
-def _worst(findings: Sequence[Record], count: int = 12) -> list[dict[str, Any]]:
+def _worst(findings: Sequence[Record]) -> list[dict[str, Any]]:
     """Where errors are largest, one row for each side, mode and tap: failing ones first, as the
     model computes them.
     """
@@ -462,7 +453,7 @@ def _worst(findings: Sequence[Record], count: int = 12) -> list[dict[str, Any]]:
             best[key]["share"],
         ):
             best[key] = f
-    rows = sorted(best.values(), key=lambda f: (not f["complaints"], -f["share"]))[:count]
+    rows = sorted(best.values(), key=lambda f: (not f["complaints"], -f["share"]))[:12]
     return [
         {
             "side": f["side"], "mode": f["mode"], "step": f["step"], "place": f["place"],
@@ -477,20 +468,20 @@ def _worst(findings: Sequence[Record], count: int = 12) -> list[dict[str, Any]]:
 
 def _logits(entry: Record) -> dict[str, Any]:
     nats = {
-        key: f"{_number(entry[key]):.2e}" for key in ("kl_a", "kl_b", "kl_noise", "kl_ab", "kl_ba")
+        key: f"{float(entry[key]):.2e}" for key in ("kl_a", "kl_b", "kl_noise", "kl_ab", "kl_ba")
     }
     step = entry.get("step", -1)
     return {
         **entry,
         **nats,
-        "top5": f"{_number(entry['top5']):.3f}",
+        "top5": f"{float(entry['top5']):.3f}",
         "step": "" if step < 0 else step,
     }
 
 
 def _ratio(flip: Record) -> str:
-    noise = _number(flip["noise"])
-    return f"{_number(flip['margin']) / noise:.2f}" if noise else "–"
+    noise = float(flip["noise"])
+    return f"{float(flip['margin']) / noise:.2f}" if noise else "–"
 
 
 def _ops(results: Sequence[Record], sides: Sequence[str]) -> list[dict[str, Any]]:
@@ -500,7 +491,7 @@ def _ops(results: Sequence[Record], sides: Sequence[str]) -> list[dict[str, Any]
             "letter": "ab"[sides.index(r["side"])] if r["side"] in sides[:2] else "c",
             "name": f"{r['op']}={r['provider']}", "side": r["side"], "dtype": r["dtype"],
             "mode": r["mode"],
-            "compared": r["compared"], "error": _number(r["error"]), "gain": _number(r["gain"]),
+            "compared": r["compared"], "error": float(r["error"]), "gain": float(r["gain"]),
             "case": r["case"],
             "complaint": "; ".join(r["complaints"]),
         }
@@ -550,32 +541,31 @@ def _parts(record: Record) -> list[dict[str, str]]:
     return [*parts, *(_line(c["text"], c["again"], ["a cause"]) for c in record["causes"])]
 
 
-def _rollout(record: Record) -> list[dict[str, str]]:
-    """Rows of `twinfer numerics rollout`: the ratios and their tail, drift, perplexity."""
+def rollout_facts(record: Record) -> list[tuple[str, str]]:
+    """What `twinfer numerics rollout` found, as names and figures: in a terminal and on a page."""
     r, text = record["ratios"], record["perplexity"]
-    tail = ", ".join(f"{share}: {value:.4f}" for share, value in r["quantiles"].items())
-    rows = [
-        _line("sigma", f"{record['sigma']:.3g} of what two roundings make, {record['limit']:.3g} "
-              "are allowed"),
-        _line("importance ratios", f"mean {r['mean']:.5f} within {r['mean_error']:.1g}, "
-              f"{r['smallest']:.4f} to {r['largest']:.4f}, of {r['tokens']} tokens"),
-        _line("by share of tokens", tail),
-        _line("outside of 0.8 to 1.2", f"{100 * r['clipped']:.3g} % of the tokens"),
-        _line("worth", f"{100 * r['effective']:.3f} % of the tokens; KL {r['kl']:.2g} nats"),
-        _line("drift", f"{record['growth']:+.3f} of the noise a doubling, "
-              f"{record['growth_limit']:.3f} are allowed"),
+    facts = [
+        ("difference over that of two roundings", f"sigma {record['sigma']:.3g} (limit "
+         f"{record['limit']:.3g})"),
+        ("importance ratios", f"mean {r['mean']:.5f} within {r['mean_error']:.1g}, "
+         f"{r['smallest']:.4f} to {r['largest']:.4f}, {100 * r['clipped']:.2g} % clipped, worth "
+         f"{100 * r['effective']:.2f} % of the tokens, KL {r['kl']:.2g} nats"),
+        ("  by share of tokens",
+         ", ".join(f"{share} {value:.4f}" for share, value in r["quantiles"].items())),
+        ("drift", f"{record['growth']:+.3f} of the noise a doubling of the position (limit "
+         f"{record['growth_limit']:.3f})"),
     ]  # fmt: skip
-    rows += [
-        _line(f"positions {x['first']} to {x['last']}", f"rms {x['rms']:.3g} nats, mean "
-              f"{x['mean']:+.2g}, largest {x['largest']:.3g}, {x['tokens']} tokens")
+    facts += [
+        (f"  positions {x['first']} to {x['last']}", f"rms {x['rms']:.3g} nats, mean "
+         f"{x['mean']:+.1g}, largest {x['largest']:.3g}, {x['tokens']} tokens")
         for x in record["drift"]
     ]  # fmt: skip
     if text is not None:
-        rows.append(
-            _line("perplexity", f"a {text['a']:.5g}, b {text['b']:.5g} of {text['tokens']} tokens; "
-                  f"{text['difference']:+.2g} nats a token within {text['error']:.1g}")
+        facts.append(
+            (f"perplexity of {text['tokens']} tokens", f"a {text['a']:.5g}, b {text['b']:.5g}; "
+             f"{text['difference']:+.2g} nats a token within {text['error']:.1g}")
         )  # fmt: skip
-    return rows
+    return facts
 
 
 def _quantization(record: Record) -> list[dict[str, str]]:
@@ -599,7 +589,7 @@ ROWS: dict[str, Callable[[Record], list[dict[str, str]]]] = {
     "bisect": _culprits,
     "selftest": _faults,
     "check": _parts,
-    "rollout": _rollout,
+    "rollout": lambda record: [_line(*fact) for fact in rollout_facts(record)],
     "quantization": _quantization,
 }
 """The table of each kind of result that is none of tensors or of ops."""

@@ -13,6 +13,7 @@ from typing import Any
 from ...shared.config import DeviceInfo
 from ...shared.step import StepInput
 from .side import Side
+from .steps import real_tokens
 from .subject import Subject
 
 PACKAGES = (
@@ -64,9 +65,7 @@ def describe(
         "seed": subject.seed,
         "steps": len(steps),
         "steps_hash": steps_hash(steps),
-        "tokens": sum(
-            int(step.field("query_start")[int(step.field("counts")[1])]) for step in steps
-        ),
+        "tokens": sum(real_tokens(step) for step in steps),
         "machine": platform.machine(),
         "versions": versions(),
         "sides": {name: describe_side(s.target, s.device, s.plans) for name, s in sides.items()},

@@ -10,16 +10,16 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..errors import InfrastructureError
+from ..progress import Progress, silent
 from .subject import Subject
 
-Progress = Callable[[str], None]
 TIMEOUT = 120.0
 """Seconds for one answer of a server."""
 BEST = (20, 5)
@@ -71,7 +71,7 @@ def read_server(
     subject: Subject,
     prompts: Sequence[np.ndarray],
     positions: int,
-    progress: Progress = lambda text: None,
+    progress: Progress = silent,
 ) -> Served:
     """Read a server in all ways; one token each after `positions` prefixes of each prompt.
 

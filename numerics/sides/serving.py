@@ -24,11 +24,10 @@ from ...shared.request import FinishReason
 from ...shared.sampling_params import SamplingParams
 from ...shared.step import StepInput, StepOutput
 from ...shared.worker import backend_module
+from ..progress import Progress
 from .environment import describe_side
 from .steps import owned_rows
 from .subject import Subject, Target
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)

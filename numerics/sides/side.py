@@ -8,7 +8,7 @@ worker's plans have them: on what is given to them in the layer, they say which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from ...shared.models.spec import Model, source_of
 from ...shared.progress import silent
 from ...shared.step import PROCESSING, StepInput
 from ...shared.worker import backend_module, create_worker
+from ..progress import Progress
 from .fault import Fault, faulty_checkpoint, planted
 from .one_op import PlannedOps
 from .reference import State, total
@@ -123,10 +124,10 @@ class Side(Protocol):
     def execute(self, step: StepInput) -> Executed:
         """Run the next step."""
 
-    def weights(self, layer: int) -> Mapping[str, np.ndarray]:
+    def read_weights(self, layer: int) -> Mapping[str, np.ndarray]:
         """The weights of a layer as the programs get them; -1: those outside of layers."""
 
-    def tables(self) -> tuple[np.ndarray, np.ndarray]:
+    def read_tables(self) -> tuple[np.ndarray, np.ndarray]:
         """The rotary tables as the programs get them."""
 
     def taps(
@@ -226,10 +227,10 @@ class WorkerSide:
             step, streams, before, after, logits, rows, tokens, page_tables
         )  # fmt: skip
 
-    def weights(self, layer: int) -> Mapping[str, np.ndarray]:
+    def read_weights(self, layer: int) -> Mapping[str, np.ndarray]:
         return self._worker.read_weights(layer)
 
-    def tables(self) -> tuple[np.ndarray, np.ndarray]:
+    def read_tables(self) -> tuple[np.ndarray, np.ndarray]:
         return self._worker.read_tables()
 
     def taps(
@@ -259,7 +260,7 @@ class WorkerSide:
 @contextmanager
 def open_sides(
     subject: Subject, targets: Mapping[str, Target], steps: Sequence[StepInput],
-    faults: Mapping[str, Fault] | None = None, progress: Callable[[str], None] = lambda text: None,
+    faults: Mapping[str, Fault] | None = None, progress: Progress = lambda text: None,
 ) -> Iterator[dict[str, WorkerSide]]:  # fmt: skip
     """Workers of `targets` by name, which are closed behind the block. `faults` by the first letter
     of a name. Raises as WorkerSide.

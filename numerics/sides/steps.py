@@ -99,20 +99,19 @@ def encode(text: str, subject: Subject) -> list[int]:
     return tokenizer.encode(text)
 
 
-def make_steps(
-    subject: Subject, prompts: Sequence[np.ndarray], new_tokens: int = NEW_TOKENS
-) -> list[StepInput]:
-    """Steps that run each prompt but for its last `new_tokens` ids, and then these, one at a time.
-
-    Raises RequestError for a prompt that is too short, too long, or outside of the vocabulary.
-    """
-    return [step for step, _ in make_owned_steps(subject, prompts, new_tokens)]
+def make_steps(subject: Subject, prompts: Sequence[np.ndarray]) -> list[StepInput]:
+    """The steps of `make_owned_steps` alone."""
+    return [step for step, _ in make_owned_steps(subject, prompts)]
 
 
 def make_owned_steps(
     subject: Subject, prompts: Sequence[np.ndarray], new_tokens: int = NEW_TOKENS
 ) -> Iterator[tuple[StepInput, list[int]]]:
-    """The same, each with the prompts that its requests are of, by number."""
+    """Steps that run each prompt but for its last `new_tokens` ids, and then these, one at a time;
+    each with the prompts that its requests are of, by number.
+
+    Raises RequestError for a prompt that is too short, too long, or outside of the vocabulary.
+    """
     table = Table(
         (subject.max_num_seqs,), (max(subject.tokens, subject.max_num_seqs),), subject.max_num_seqs
     )
@@ -208,11 +207,17 @@ def pages_of(steps: Sequence[StepInput]) -> int:
     return 2 + max(int(step.field("page_table").max(initial=0)) for step in steps)
 
 
-def where(step: StepInput, token: int) -> str:
-    """Row `token` of a step, as (request, position)."""
+def _request_of(step: StepInput, token: int) -> int | None:
+    """The request of row `token` of a step; None for padding."""
     starts, count = step.field("query_start"), int(step.field("counts")[1])
     request = int(np.searchsorted(starts[1 : count + 1], token, side="right"))
-    if request >= count:
+    return request if request < count else None
+
+
+def where(step: StepInput, token: int) -> str:
+    """Row `token` of a step, as (request, position)."""
+    request = _request_of(step, token)
+    if request is None:
         return "padding"
     return (
         f"request {int(step.field('rows')[request])}, position "
@@ -245,9 +250,7 @@ def place(
         written = np.flatnonzero(written_slots(step, group) == worst[0])
         parts = [where(step, int(written[0])) if len(written) else "not written in this step"]
         parts += [f"page {page}, slot {offset}", f"{'KV'[worst[1] % 2]} head {worst[1] // 2}"]
-    elif worst[0] < real_tokens(step):
-        starts, count = step.field("query_start"), int(step.field("counts")[1])
-        request = int(np.searchsorted(starts[1 : count + 1], worst[0], side="right"))
+    elif (request := _request_of(step, worst[0])) is not None:
         position = int(step.field("positions")[worst[0]])
         pages = by_group(step.field("page_table"), layout.groups)[group, request]
         page = int(pages[position // page_size])

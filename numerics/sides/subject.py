@@ -276,7 +276,7 @@ class HostWeights:
 
     def __init__(self, subject: Subject) -> None:
         """Raises CheckpointError if the checkpoint is not that of the model."""
-        self._subject = subject
+        self.subject = subject
         self._table = decoder.parameters_of(subject.model)
         self._checkpoint = None
         if subject.load_format != "dummy":
@@ -311,12 +311,12 @@ class HostWeights:
             wide = self._read(parameter.piece_of.wide, layer)
             made = pieces(namespace("numpy"), wide, parameter.piece_of.narrow)
             return np.asarray(made[parameter.piece_of.piece])
-        dtype = DTYPES[parameter.dtype_in(self._subject.dtype)]
+        dtype = DTYPES[parameter.dtype_in(self.subject.dtype)]
         if self._checkpoint is not None:
             return read_parameter(self._checkpoint, parameter, layer).astype(dtype)
         index = np.arange(dummy_size(parameter), dtype=np.int32)
         values = dummy_parameter(
-            namespace("numpy"), parameter, max(layer, 0), self._subject.seed, index
+            namespace("numpy"), parameter, max(layer, 0), self.subject.seed, index
         )
         return np.asarray(values).astype(dtype).reshape(parameter.shape)
 
