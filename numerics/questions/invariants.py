@@ -577,9 +577,7 @@ def reference_logits(
     shapes = [(pages_of(steps), *layout.page_shape(i)) for i in range(model.num_layers)]
     caches = [np.full(shape, np.nan, dtype) for shape in shapes]
     rows: list[np.ndarray] = []
-    for step in steps:
-        reference.begin(step)
-        finished, caches = reference.run(weights.top(), weights.layer, caches)
+    for step, (_, finished) in zip(steps, reference.run_steps(weights, caches, steps), strict=True):
         rows += list(reference.head(weights.top(), finished)[: real_tokens(step)])
     return dict(zip(usual.computed, rows, strict=True))
 

@@ -11,6 +11,7 @@ there. Nothing is kept but the findings, so memory does not grow with the model.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -274,7 +275,9 @@ class Comparison:
 
             def run(tracer: Tracer | None) -> list[np.ndarray]:
                 reference = self._reference(exact=True, tracer=tracer)
-                return [x[: self.real] for x in reference.run_steps(*given)]
+                streams, finished = deque(reference.run_steps(*given), maxlen=1).pop()
+                logits = reference.head(self.weights.top(), finished)
+                return [x[: self.real] for x in (*streams, logits)]
 
             found = amplification(lambda rng: run(Jitter(rng, self._half_ulp)), run(None), tries)
             self._run_amplified = key, found

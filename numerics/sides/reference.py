@@ -139,17 +139,17 @@ class Reference:
 
     def run_steps(
         self, weights: HostWeights, start: Sequence[np.ndarray], steps: Sequence[StepInput]
-    ) -> list[np.ndarray]:
-        """Run `steps` from the caches `start`. Of the last step, the streams [tok dim] behind each
-        layer, and last the logits [tok vocab].
+    ) -> Iterator[tuple[list[np.ndarray], np.ndarray]]:
+        """Run `steps` from the caches `start`. Of each, the streams [tok dim] behind each layer,
+        and the finished hidden states [tok dim].
         """
-        top, caches = weights.top(), list(start)
+        caches = list(start)
         for step in steps:
             streams: list[np.ndarray] = []
             self.begin(step)
             keep = lambda state, streams=streams: streams.append(total(state))  # noqa: E731
-            rows, caches = self.run(top, weights.layer, caches, keep)
-        return [*streams, self.head(top, rows)]
+            finished, caches = self.run(weights.top(), weights.layer, caches, keep)
+            yield streams, finished
 
     def traced(
         self, top: Mapping[str, np.ndarray], weights: Callable[[int], Mapping[str, np.ndarray]],
