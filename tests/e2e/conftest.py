@@ -9,6 +9,13 @@ import warnings
 import numpy as np
 import pytest
 
+from twinfer.shared.demand import Demand
+
+GREEDY_ONLY = Demand(samplers=("greedy",), logprobs=False, prompt_logprobs=False)
+"""For engines whose texts are greedy: on JAX, the other samplers compile for seconds in each, and
+they have tests of their own.
+"""
+
 BASE = dict(
     hidden_size=64, intermediate_size=112, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2,

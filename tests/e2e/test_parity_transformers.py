@@ -13,6 +13,7 @@ import pytest
 from twinfer.bucketing import Descriptor
 from twinfer.shared.checkpoint import Checkpoint
 from twinfer.shared.config import EngineConfig
+from twinfer.shared.demand import ANYTHING
 from twinfer.shared.engine import Engine
 from twinfer.shared.errors import RequestError
 from twinfer.shared.models import stages
@@ -20,6 +21,8 @@ from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.spec import MlpAndExperts
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.step import StepInput, batch_layout, sampling_layout
+
+from .conftest import GREEDY_ONLY
 
 NAMES = [
     "llama-mha", "llama3-scaled-tied", "llama-biases-head96", "llama-yarn", "mistral-window",
@@ -41,17 +44,17 @@ NEW_TOKENS = 64
 # other.
 LONGROPE = {"phi4-mini-short": dict(max_model_len=600), "phi4-mini-long": dict(max_model_len=640)}
 # The usual programs.
-LADDER = {"qwen3": dict(decode_sizes=None, mixed_sizes=None)}
+LADDER = {"qwen3": dict(decode_sizes=None, mixed_sizes=None, demand=ANYTHING)}
 LONG_ONLY = {"phi4-mini-long": (97, 112, 500)}
 
 
-def start(folder, backend, device, **options):
+def start(folder, backend, device, demand=GREEDY_ONLY, **options):
     settings = dict(max_num_seqs=8, max_num_batched_tokens=128, dtype="float32") | options
     if backend == "jax":  # compiles for seconds for each program: half of its ladder's
         requests, tokens = settings["max_num_seqs"], settings["max_num_batched_tokens"]
         settings = dict(decode_sizes=(requests,), mixed_sizes=(16, tokens)) | settings
     config = EngineConfig(model=folder, backend=backend, device=device, **settings)
-    return Engine(config, load_config(folder), folder)
+    return Engine(config, load_config(folder), folder, demand=demand)
 
 
 def run(engine, prompts, params):

@@ -46,7 +46,11 @@ QUICK = " and not ".join(
         "bound_in_float16",
         "filters_of_rows",
         "opcheck",
-        "0-32-32",
+        "64-32-32]",
+        "few_tokens[plain-1]",
+        "few_tokens[fp8-2]",
+        "few_tokens[int4-1]",
+        "few_tokens[fp4-2]",
     ]
 )
 """Attention has tests of its own in this file, which are smaller than all cases of the op."""
