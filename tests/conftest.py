@@ -87,20 +87,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
-    """Collect no garbage while tests are collected: imports and thousands of tests are objects
-    that stay. Later collections leave them out.
-    """
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.collect()
-        gc.freeze()
-        gc.enable()
-
-
 def share(text: str) -> tuple[str, float]:
     """A word, such as a commit, and minutes."""
     word, _, minutes = text.rpartition(":")
