@@ -15,7 +15,7 @@ import time
 import warnings
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
@@ -164,6 +164,20 @@ def pytest_collection_modifyitems(
     yield
     if (wanted := config.getoption("--share")) is not None:
         items[:] = in_turn(items, wanted[0])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while tests are collected: a million objects, which live as long as the
+    run. No later collection visits them either.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")
