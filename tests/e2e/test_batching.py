@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from twinfer.shared.config import EngineConfig
+from twinfer.shared.demand import ANYTHING
 from twinfer.shared.engine import Engine
 from twinfer.shared.models.config_json import load_config
 from twinfer.shared.sampling_params import SamplingParams
+
+from .conftest import GREEDY_ONLY
 
 COUNT = 64
 BACKENDS = ["jax", "torch"]
@@ -55,10 +58,10 @@ def workload(vocab):
     return requests
 
 
-def engine(folder, backend, device, **options):
+def engine(folder, backend, device, demand=ANYTHING, **options):
     settings = {"max_model_len": 160, "max_num_seqs": 16, "max_num_batched_tokens": 64} | options
     config = EngineConfig(model=folder, backend=backend, device=device, dtype="float32", **settings)
-    return Engine(config, load_config(folder), folder)
+    return Engine(config, load_config(folder), folder, demand=demand)
 
 
 def few(backend, requests):
@@ -187,13 +190,13 @@ def test_compiled_layers_agree_with_eager_ones(checkpoints, alone, device):
 def test_a_late_compilation_is_counted(checkpoints, backend, device):
     """The counter that the tests above trust must see a program that was not in the table."""
     folder, _ = checkpoints("qwen3")
-    sizes = few(backend, 2) | {"max_num_batched_tokens": 16}
+    sizes = few(backend, 2) | {"max_num_batched_tokens": 16, "demand": GREEDY_ONLY}
     subject = engine(folder, backend, device, max_num_seqs=2, **sizes)
     assert subject.worker.compilations_after_ready() == 0
     compile_something(backend, 7)
     assert subject.worker.compilations_after_ready() == 0, "that was somebody else"
     plant_compilation(subject.worker, backend)
-    subject.add("late", [1, 2, 3], SamplingParams(max_tokens=1))
+    subject.add("late", [1, 2, 3], SamplingParams(temperature=0, max_tokens=1))
     subject.step()
     assert subject.worker.compilations_after_ready() > 0
     subject.close()
@@ -227,9 +230,10 @@ def test_another_engine_that_starts_is_not_counted(checkpoints, backend, device)
     folder, _ = checkpoints("qwen3")
     # At level 0 torch compiles nothing at all on a CPU.
     sizes = {"max_num_batched_tokens": 16, "compile_level": 1 if backend == "torch" else None}
+    sizes["demand"] = GREEDY_ONLY
     first = engine(folder, backend, device, max_num_seqs=2, **sizes, **few(backend, 2))
     second = engine(folder, backend, device, max_num_seqs=3, **sizes, **few(backend, 3))
-    second.add("late", [1, 2, 3], SamplingParams(max_tokens=1))
+    second.add("late", [1, 2, 3], SamplingParams(temperature=0, max_tokens=1))
     second.step()
     assert first.worker.compilations_after_ready() == second.worker.compilations_after_ready() == 0
     first.close()

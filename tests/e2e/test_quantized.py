@@ -19,7 +19,7 @@ from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.weights import pieces
 
 from . import test_batching as batching
-from .conftest import build
+from .conftest import GREEDY_ONLY, build
 from .quantized_checkpoints import SCHEMES, make, make_mxfp4, tokens_quantised
 from .test_parity_transformers import logits_of, run, start
 
@@ -136,11 +136,12 @@ def test_experts_in_few_bits_are_not_dealt_out(checkpoints):
 
 def same_as_twin(folder, model, twin, oracle, prompts, backend, device):
     """Logits at every position and greedy tokens."""
+    few = dict(decode_sizes=(8,), mixed_sizes=(16, 128)) if backend == "jax" else {}
     config = EngineConfig(
         model=folder, backend=backend, device=device, dtype="float32", max_num_seqs=8,
-        max_num_batched_tokens=128,
+        max_num_batched_tokens=128, **few,
     )  # fmt: skip
-    engine = Engine(config, model, folder)
+    engine = Engine(config, model, folder, demand=GREEDY_ONLY)
     try:
         texts = prompts(engine.model.vocab_size, 1, 17, 60)
         outputs = run(engine, texts, SamplingParams(temperature=0, max_tokens=24))
