@@ -41,6 +41,7 @@ def test_dummy_weights_are_the_same_on_both_backends(tmp_path, device):
         (Path(model_folder("demo")) / "config.json").read_bytes()
     )
     options = {"load_format": "dummy", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 2}
+    few = {"decode_sizes": (2,), "mixed_sizes": (64,), "max_num_batched_tokens": 64}
     demand, outputs = replace(GREEDY_ONLY, logprobs=True), []
     for backend in ("jax", "torch"):
         with LLM(
@@ -50,7 +51,7 @@ def test_dummy_weights_are_the_same_on_both_backends(tmp_path, device):
             progress=False,
             demand=demand,
             seed=3,
-            **options,
+            **options | (few if backend == "jax" else {}),
         ) as llm:
             params = SamplingParams(temperature=0, max_tokens=16, logprobs=1)
             outputs.append(llm.generate([[1, 2, 3]], params, progress=False)[0].outputs[0])
