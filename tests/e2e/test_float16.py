@@ -6,13 +6,17 @@ import pytest
 
 from twinfer import LLM, SamplingParams
 
+from .conftest import GREEDY_ONLY
+
 OPTIONS = dict(
     max_model_len=32, max_num_seqs=2, max_num_batched_tokens=16, num_pages=8, progress=False
 )
 
 
 def tokens(backend, device, dtype):
-    with LLM("demo", backend=backend, device=device, dtype=dtype, **OPTIONS) as llm:
+    few = {"decode_sizes": (2,)} if backend == "jax" else {}
+    options = OPTIONS | few | dict(backend=backend, device=device, dtype=dtype, demand=GREEDY_ONLY)
+    with LLM("demo", **options) as llm:
         greedy = SamplingParams(temperature=0.0, max_tokens=6)
         return [
             o.outputs[0].token_ids

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from safetensors.numpy import save_file
 from twinfer.ops import resolve
 from twinfer.shared.checkpoint import Checkpoint
 from twinfer.shared.config import EngineConfig
+from twinfer.shared.demand import Demand
 from twinfer.shared.engine import Engine
 from twinfer.shared.kv_config import NARROW
 from twinfer.shared.models import decoder
@@ -69,13 +71,17 @@ def write(folder, tensors):
     return str(folder)
 
 
+SCORED = Demand(samplers=("greedy",), logprobs=False)
+
+
 def run(folder, kind, backend, device="cpu", **options):
     """(tokens, log-probabilities of the prompt's tokens, the engine's changes by field)."""
+    few = {"decode_sizes": (2,), "mixed_sizes": (64,)} if backend == "jax" else {}
     config = EngineConfig(
         model=folder, backend=backend, device=device, dtype="float32", max_model_len=64,
-        max_num_seqs=2, max_num_batched_tokens=64, kv_cache_dtype=kind, **options,
+        max_num_seqs=2, max_num_batched_tokens=64, kv_cache_dtype=kind, **few | options,
     )  # fmt: skip
-    engine = Engine(config, load_config(folder), folder)
+    engine = Engine(config, load_config(folder), folder, demand=SCORED)
     params = SamplingParams(temperature=0, max_tokens=12, prompt_logprobs=1, ignore_eos=True)
     request, rows = engine.add("r", PROMPT, params), []
     while engine.has_work:
@@ -90,8 +96,6 @@ def run(folder, kind, backend, device="cpu", **options):
 
 def reference(folder, kind):
     """The same log-probabilities by the numpy ops: one step over one page."""
-    from dataclasses import replace
-
     config = replace(load_config(folder), kv_scales="checkpoint")
     ops, model = resolve("numpy", enable=("none",)).bind(), decoder.model_of(config)
     table, tokens = decoder.parameters_of(config), len(PROMPT)

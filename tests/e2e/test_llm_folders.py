@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from twinfer import LLM, SamplingParams
 from twinfer.shared.errors import ConfigError, EngineClosed, RequestError
 from twinfer.shared.generation_config import FIELDS
 from twinfer.shared.models.locate import model_folder
+
+from .conftest import GREEDY_ONLY
 
 
 def test_a_folder_without_a_tokenizer_works_with_token_ids(tmp_path, device):
@@ -38,10 +41,17 @@ def test_dummy_weights_are_the_same_on_both_backends(tmp_path, device):
         (Path(model_folder("demo")) / "config.json").read_bytes()
     )
     options = {"load_format": "dummy", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 2}
-    outputs = []
+    few = {"decode_sizes": (2,), "mixed_sizes": (64,), "max_num_batched_tokens": 64}
+    demand, outputs = replace(GREEDY_ONLY, logprobs=True), []
     for backend in ("jax", "torch"):
         with LLM(
-            str(tmp_path), backend=backend, device=device, progress=False, **options, seed=3
+            str(tmp_path),
+            backend=backend,
+            device=device,
+            progress=False,
+            demand=demand,
+            seed=3,
+            **options | (few if backend == "jax" else {}),
         ) as llm:
             params = SamplingParams(temperature=0, max_tokens=16, logprobs=1)
             outputs.append(llm.generate([[1, 2, 3]], params, progress=False)[0].outputs[0])

@@ -3,6 +3,8 @@
 The plain twin is `page_groups=False`: one page table, and every layer keeps everything.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -14,7 +16,7 @@ from twinfer.shared.models.families import model_of
 from twinfer.shared.page_groups import pages_for
 from twinfer.shared.sampling_params import SamplingParams
 
-from .conftest import build
+from .conftest import GREEDY_ONLY, build
 
 COUNT, WINDOW, PAGE = 24, 21, 4
 PERIOD = ["sliding_attention"] * 2 + ["full_attention"]
@@ -30,11 +32,14 @@ MODELS = {
 }
 
 
+DEMAND = replace(GREEDY_ONLY, samplers=("greedy", "random"))
+
+
 def make_engine(folder, backend, device, **options):
     settings = {"max_model_len": 160, "max_num_seqs": 16, "max_num_batched_tokens": 32}
     settings |= {"page_size": PAGE, "load_format": "auto"} | options
     config = EngineConfig(model=folder, backend=backend, device=device, dtype="float32", **settings)
-    return Engine(config, load_config(folder), folder)
+    return Engine(config, load_config(folder), folder, demand=DEMAND)
 
 
 def workload(vocab):

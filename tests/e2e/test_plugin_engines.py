@@ -21,6 +21,8 @@ from twinfer.shared.errors import ConfigError
 from twinfer.shared.models import stages
 from twinfer.shared.models.spec import Attention, Mlp
 
+from .conftest import GREEDY_ONLY
+
 BACKENDS = ("torch", "jax")
 VOICES = ("scoped", "user", "default")
 COARSE = ("fused_add_rms_norm", "norm_rope_write_kv")
@@ -77,7 +79,7 @@ def never(*args, **kwargs):
 
 def tokens(backend, **options):
     few = {"decode_sizes": (2,)} if backend == "jax" else {}
-    with LLM("demo", backend=backend, **OPTIONS | few | options) as llm:
+    with LLM("demo", backend=backend, demand=GREEDY_ONLY, **OPTIONS | few | options) as llm:
         plans = llm.engine.worker.plans()
         out = llm.generate([[1, 2, 3], [4]], GREEDY, progress=False)
         return [o.outputs[0].token_ids for o in out], plans

@@ -5,6 +5,7 @@ import pytest
 
 from twinfer.serving.llm import LLM
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
+from twinfer.shared.demand import Demand
 from twinfer.shared.errors import ConfigError
 from twinfer.shared.models.config_json import load_config
 from twinfer.shared.sampling_params import SamplingParams
@@ -20,6 +21,8 @@ SIZES = {
     "num_pages": 150,
 }
 """Chunks shorter than prompts, more requests than rows, and a cache that makes some give way."""
+DEMAND = Demand(samplers=("greedy", "random"))
+"""What the workload asks for: each program compiles for seconds on JAX."""
 
 
 def workload(vocab):
@@ -50,7 +53,8 @@ def served(llm, groups, requests):
 
 def company(folder, device, **options):
     """How many of the requests change their bits by company, and how often one gave way."""
-    with LLM(folder, device=device, dtype="bfloat16", **SIZES, **options) as llm:
+    options = SIZES | {"dtype": "bfloat16", "demand": DEMAND} | options
+    with LLM(folder, device=device, **options) as llm:
         requests = list(workload(llm.engine.model.vocab_size))
         alone = served(llm, [[i] for i in range(COUNT)], requests)
         together = served(llm, [range(COUNT)], requests)
@@ -73,7 +77,7 @@ def test_company_changes_no_bit(backend, model, device, tmp_path):
     assert changed == 0
 
 
-@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_without_it_company_changes_bits(backend, device, tmp_path):
     """Else the test above could not fail. The C kernels of CPUs change none anyway."""
     build("qwen3", str(tmp_path / "it"))

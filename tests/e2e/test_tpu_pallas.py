@@ -11,6 +11,8 @@ import pytest
 from twinfer import LLM, SamplingParams
 from twinfer.tpu import kv_buffer
 
+from .conftest import GREEDY_ONLY
+
 INTERPRETED = {"paged_attention": ("pallas_interpret",), "write_kv": ("pallas_interpret",)}
 
 
@@ -21,7 +23,7 @@ def layout_of_a_tpu(monkeypatch):
 
 def tokens(priority, prompts, count, **options):
     sizes = {"dtype": "float32", "page_size": 8, "device": "cpu", "progress": False} | options
-    with LLM("demo", backend="jax", op_priority=priority, **sizes) as llm:
+    with LLM("demo", backend="jax", op_priority=priority, demand=GREEDY_ONLY, **sizes) as llm:
         plan = llm.engine.worker.plans()["mixed"]
         assert [plan[op].provider for op in INTERPRETED] == [
             "pallas_interpret" if priority else "native"

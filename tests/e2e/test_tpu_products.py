@@ -12,6 +12,8 @@ from twinfer.shared.models.config_json import load_config
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.tpu import ladder, weights
 
+from .conftest import GREEDY_ONLY
+
 KERNELS = {op: ("pallas_interpret",) for op in ("grouped_matmul", "linear_grouped")}
 
 
@@ -25,7 +27,7 @@ def tokens(folder, **options):
         model=folder, backend="jax", device="cpu", dtype="float32", scan_layers=True,
         **sizes, **options,
     )  # fmt: skip
-    engine = Engine(config, load_config(folder), folder)
+    engine = Engine(config, load_config(folder), folder, demand=GREEDY_ONLY)
     rng = np.random.default_rng(3)
     greedy = SamplingParams(temperature=0, max_tokens=8)
     try:
