@@ -22,13 +22,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
 from twinfer.numerics.faults.catalogue import CATALOGUE
-from twinfer.numerics.faults.making import Entry
 from twinfer.numerics.questions.selftest_model import CONFIG, write_model
 from twinfer.numerics.sides.fault import faulty
 from twinfer.ops import Op, Plan
@@ -374,9 +374,13 @@ FAULTS = (
 
 
 def catalogued(backend: str) -> list[Fault]:
-    """The faults of the self-test in ops that models call. Without a file: they are no edits."""
+    """The faults of the self-test in ops that models call. Without a file: they are no edits.
+    Those of weights are planted in torch's workers alone.
+    """
     found = []
     for entry in CATALOGUE.values():
+        if entry.weights is not None and backend != "torch":
+            continue
         calls = "|".join(sorted({*entry.ops, *entry.shown_by}))
         cause = rf"{backend}:cpu: ({calls})=|{backend}:cpu.*(weights|rotary table)"
         model = "experts" if EXPERT_OPS & set(entry.ops) else "dense"
@@ -410,12 +414,22 @@ def spoil(backend: str, name: str) -> None:
         return bind(self, both)
 
     Plan.bind = bind_wrong  # type: ignore[method-assign]
-    if entry.weights is not None or entry.tables is not None:
-        _spoil_what_is_held(entry)
+    if entry.tables is not None:
+        _spoil_tables(entry.tables, backend)
+    if entry.weights is not None:
+        _spoil_weights(entry.weights)
 
 
-def _spoil_what_is_held(entry: Entry) -> None:
-    """On torch, weights and tables of a worker."""
+def _spoil_tables(spoiled: Callable[..., Any], backend: str) -> None:
+    def tables(*arguments: Any) -> Any:
+        return spoiled(*decoder.rotary_tables(*arguments))
+
+    worker: Any = import_module({"jax": "twinfer.tpu", "torch": "twinfer.gpu"}[backend] + ".worker")
+    worker.decoder = SimpleNamespace(**{**vars(decoder), "rotary_tables": tables})
+
+
+def _spoil_weights(spoiled: Callable[..., Any]) -> None:
+    """Those that torch's workers load."""
     import torch
 
     from twinfer.gpu import worker
@@ -424,18 +438,13 @@ def _spoil_what_is_held(entry: Entry) -> None:
 
     def load(module: Any, *rest: Any) -> None:
         right(module, *rest)
-        for index, layer in enumerate(module.layers if entry.weights else ()):
+        for index, layer in enumerate(module.layers):
             held = dict(layer.named_parameters())
             numbers = {name: x.detach().float().numpy() for name, x in held.items()}
-            for name, x in entry.weights(numbers, index).items():
+            for name, x in spoiled(numbers, index).items():
                 held[name].detach().copy_(torch.from_numpy(x.copy()))
 
-    def tables(*arguments: Any) -> Any:
-        found = decoder.rotary_tables(*arguments)
-        return entry.tables(*found) if entry.tables else found
-
     worker.load_weights = load
-    worker.decoder = SimpleNamespace(**{**vars(decoder), "rotary_tables": tables})
 
 
 @dataclass(frozen=True, slots=True)
