@@ -319,7 +319,9 @@ FAULTS = (
     ),
     Fault(
         "seed-half-dropped", "torch", "shared/models/sampler.py",
-        '"seed_lo", "seed_hi", "greedy"', '"seed_lo", "seed_lo", "greedy"',
+        "    own = {name: settings[name] for name in SETTINGS}\n",
+        "    own = {name: settings[name] for name in SETTINGS}\n"
+        '    own["seed_hi"] = settings["seed_lo"]\n',
         rf"torch:cpu, \w+, mode S: {BEHIND}",
     ),
     # --- definitions
@@ -382,13 +384,22 @@ def catalogued(backend: str) -> list[Fault]:
         if entry.weights is not None and backend != "torch":
             continue
         calls = "|".join(sorted({*entry.ops, *entry.shown_by}))
-        cause = rf"{backend}:cpu: ({calls})=|{backend}:cpu.*(weights|rotary table)"
+        cause = rf"{backend}:cpu(:\S+)?: ({calls})=|{backend}:cpu.*(weights|rotary table)"
         model = "experts" if EXPERT_OPS & set(entry.ops) else "dense"
         if not set(entry.ops) <= UNCALLED or not entry.ops:
-            found.append(Fault(entry.name, backend, "", "", "", cause, model=model))
+            options = WITHOUT_C.get(entry.name, "") if backend == "torch" else ""
+            found.append(
+                Fault(entry.name, backend, "", "", "", cause, options=options, model=model)
+            )
     return found
 
 
+WITHOUT_C = {
+    "kv-scales-swapped": NATIVE,
+    "unit-norm-with-weight": "norm_rope_write_kv=composition",
+    "eps-of-another-model": "norm_rope_write_kv=composition",
+}
+"""Options of the torch worker for faults in what its kernels in C never read or call."""
 EXPERT_OPS = {"moe_route", "grouped_matmul"}
 UNCALLED = {"scale_by", "quantize_int8", "dequantize", "lora_shrink"}
 """Ops that neither model calls: `numerics ops` judges them."""
