@@ -161,7 +161,7 @@ def is_right(shape: Shape, kernel: str) -> str:
 
 def settings(kernel: str, size: int) -> Iterator[dict[str, int]]:
     """The configuration as it is, then the candidates."""
-    current = dict(attention.config(kernel, f"bfloat16/{size}", "bfloat16", str(size)))
+    current = dict(attention.setting_of(kernel, "bfloat16", size))
     yield current
     for values in CANDIDATES[kernel, size]:
         chosen = dict(zip(NAMES[kernel], values, strict=False))

@@ -200,7 +200,7 @@ class EngineConfig:
     page_size: int | None = _cache(
         None, Choice(PAGE_SIZES, "a power of two from 1 to 256"), help="tokens of a page",
         shapes=True,
-        usual="16, on a TPU 128 or 256", aliases=("block_size",),
+        usual="16, on a GPU 64, on a TPU 128 or 256", aliases=("block_size",),
     )  # fmt: skip
     memory_utilization: float = _cache(
         0.9, Number(0.05, 1.0, metavar="PART"), help="of the device's memory, what the engine may "

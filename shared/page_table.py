@@ -14,8 +14,10 @@ TPU_PAGES = (128, 256)
 """Tokens of a page on a TPU. Smaller ones have kernels too, which do more work for each token;
 larger ones have none.
 """
-DEFAULT_PAGE = 16
-"""Tokens of a page elsewhere."""
+GPU_PAGE = 64
+"""Tokens of a page on a GPU: prompts ask the copy engine for a page at a time (docs/adr/0021)."""
+CPU_PAGE = 16
+"""Tokens of a page on a CPU, where small pages cost nothing and share shorter beginnings."""
 
 
 def table_bytes(requests: int, length: int, page: int) -> int:
@@ -35,7 +37,8 @@ def default_page_size(
     less of a token have pages of up to `longest` times the tokens.
     """
     if platform != "tpu":
-        return DEFAULT_PAGE, requests, f"default on {platform}"
+        page = CPU_PAGE if platform == "cpu" else GPU_PAGE
+        return page, requests, f"default on {platform}"
     allowed = [page for page in TPU_PAGES if page * longest <= TPU_PAGES[-1]] or TPU_PAGES[:1]
     fitting = (
         page for page in allowed if table_bytes(requests, length, page) <= SCALAR_MEMORY_FOR_TABLES

@@ -128,12 +128,11 @@ def _shape(q: torch.Tensor, kv: torch.Tensor) -> dict[str, int]:
     }
 
 
-def _config(kernel: str, q: torch.Tensor, shape: dict[str, int]) -> dict[str, int]:
-    """The launch configuration for a dtype and a size of heads: of both, of the dtype, or of the
-    size.
+def setting_of(kernel: str, dtype: str, size: int) -> dict[str, int]:
+    """The launch configuration for a dtype and a size of heads: of both, of the size, which decides
+    how many registers a program has left, or of the dtype.
     """
-    dtype, size = dtype_name(q), str(shape["BLOCK_D"])
-    return config(kernel, f"{dtype}/{size}", dtype, size)
+    return config(kernel, f"{dtype}/{size}", str(size), dtype)
 
 
 def splitting(
@@ -165,7 +164,7 @@ def _decode(
     sinks: torch.Tensor | None, mixed: bool,
 ) -> None:  # fmt: skip
     shape = _shape(q, kv)
-    setting = _config("decode", q, shape)
+    setting = setting_of("decode", dtype_name(q), shape["BLOCK_D"])
     tokens = min(q.shape[0], kv_lens.shape[0]) if mixed else q.shape[0]
     slots = page_table.shape[1] * shape["PAGE"]
     split, wanted, parts = splitting(tokens, shape["HEADS"], slots, window or chunk, setting)
@@ -208,7 +207,7 @@ def _prefill(
         tensors = q, kv, page_table, query_start, kv_lens, counts, out, sinks
         _prefill_hopper(*tensors, scale, soft_cap, shape, variant)
         return
-    setting = _config("prefill", q, shape)
+    setting = setting_of("prefill", dtype_name(q), shape["BLOCK_D"])
     # Small blocks where large ones would not fill the GPU.
     many = tokens * q.shape[1] // setting["block_m"] >= setting["blocks"]
     block_m = max(setting["block_m" if many else "few_m"], power_of_2(shape["GROUP"]))
@@ -236,7 +235,7 @@ def _prefill_hopper(
     tokens, requests, heads = q.shape[0], kv_lens.shape[0], shape["HEADS"]
     setting = config("hopper", str(shape["SIZE"]))
     rows = kv.view(kv.shape[0] * shape["PAGE"], -1)
-    box = [shape["PAGE"], shape["SIZE"]]
+    box = [min(shape["PAGE"], setting["block_n"]), shape["SIZE"]]
     blocks = triton.cdiv(tokens, BLOCK_M.value // shape["GROUP"])
     parts = max(1, min(setting["parts"], processors() // (blocks * heads)))
     sums = marks = splits = out
@@ -262,8 +261,11 @@ def _prefill_hopper(
 
 
 def _fits_hopper(q: torch.Tensor, kv: torch.Tensor, shape: dict[str, int], scale: float) -> bool:
-    """Whether `hopper_kernel` takes a call: no scaled cache, pages that its blocks are made of."""
+    """Whether `hopper_kernel` takes a call: no scaled cache, and blocks that are made of pages, or
+    pages of blocks.
+    """
     if shape["SIZE"] not in HOPPER_SIZES or kv.dtype != q.dtype or q.itemsize != 2 or scale <= 0:
         return False
     block_n = config("hopper", str(shape["SIZE"]))["block_n"]
-    return shape["PAGE"] % SWIZZLE == 0 and block_n % shape["PAGE"] == 0
+    page = shape["PAGE"]
+    return page % SWIZZLE == 0 and max(block_n, page) % min(block_n, page) == 0

@@ -2,7 +2,7 @@
 
 The blocks of query tokens are those of `prefill_kernel`: all lengths are read on the device, and
 the grid depends on shapes alone. In a block of 128 rows each of two warp groups has 64. One more
-warp asks the copy engine for K and V, a page at a time, and runs STAGES blocks ahead. While a group
+warp asks the copy engine for K and V, a page or a block at a time, and runs STAGES blocks ahead. While a group
 takes the softmax of one block of slots, its tensor cores multiply the weights of the block before
 with V: `_step` has both products in flight.
 
@@ -39,42 +39,52 @@ REGISTERS = 168
 
 
 @gluon.jit
+def _row_of(page_table, part, pages, first, rows, PAGE: gl.constexpr, PART: gl.constexpr):
+    """Row of the cache at which part number `part` of a request's slots begins, PART slots of a
+    page: `rows`, behind the cache, if its page is none of the request's or it is not seen.
+    """
+    page = part // (PAGE // PART)
+    number = gl.load(page_table + gl.minimum(page, pages - 1))
+    seen = (page < pages) & ((part + 1) * PART > first)
+    return gl.where(seen, number * PAGE + part % (PAGE // PART) * PART, rows)
+
+
+@gluon.jit
 def _fetch(
     kv, tiles, bars, page_table, h, first, last, blocks, length, rows, SIZE: gl.constexpr,
     PAGE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Bring K and V of the blocks `last`, `last` - 1 ... Pages without a slot that is seen become
-    0: what they hold is of nobody, or of another request.
+    """Bring K and V of the blocks `last`, `last` - 1 ..., a page or a block at a time. What has no
+    slot that is seen becomes 0: what it holds is of nobody, or of another request.
     """
     k_tiles, v_tiles = tiles
     k_ready, k_empty, v_ready, v_empty, _clean = bars
-    PAGES: gl.constexpr = BLOCK_N // PAGE
+    PART: gl.constexpr = PAGE if PAGE < BLOCK_N else BLOCK_N
+    PARTS: gl.constexpr = BLOCK_N // PART
     pages = gl.cdiv(length, PAGE)
     for i in range(blocks):
         stage = i % STAGES
         free = (i // STAGES & 1) ^ 1
-        begin = (last - i) * PAGES
+        begin = (last - i) * PARTS
         mbarrier.wait(k_empty.index(stage), free)
         mbarrier.expect(k_ready.index(stage), BLOCK_N * SIZE * 2)
-        for p in gl.static_range(PAGES):
-            number = gl.load(page_table + gl.minimum(begin + p, pages - 1))
-            seen = (begin + p < pages) & ((begin + p + 1) * PAGE > first)
+        for p in gl.static_range(PARTS):
+            row = _row_of(page_table, begin + p, pages, first, rows, PAGE, PART)
             tma.async_copy_global_to_shared(
                 kv,
-                [gl.where(seen, number * PAGE, rows), h * 2 * SIZE],
+                [row, h * 2 * SIZE],
                 k_ready.index(stage),
-                k_tiles.index(stage).slice(p * PAGE, PAGE, 0),
+                k_tiles.index(stage).slice(p * PART, PART, 0),
             )
         mbarrier.wait(v_empty.index(stage), free)
         mbarrier.expect(v_ready.index(stage), BLOCK_N * SIZE * 2)
-        for p in gl.static_range(PAGES):
-            number = gl.load(page_table + gl.minimum(begin + p, pages - 1))
-            seen = (begin + p < pages) & ((begin + p + 1) * PAGE > first)
+        for p in gl.static_range(PARTS):
+            row = _row_of(page_table, begin + p, pages, first, rows, PAGE, PART)
             tma.async_copy_global_to_shared(
                 kv,
-                [gl.where(seen, number * PAGE, rows), h * 2 * SIZE + SIZE],
+                [row, h * 2 * SIZE + SIZE],
                 v_ready.index(stage),
-                v_tiles.index(stage).slice(p * PAGE, PAGE, 0),
+                v_tiles.index(stage).slice(p * PART, PART, 0),
             )
 
 

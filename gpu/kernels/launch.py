@@ -64,15 +64,16 @@ def refused_cache(kv: Any) -> Refusal | None:
 
 @cache
 def config(kernel: str, *variants: str) -> dict[str, int]:
-    """The launch configuration of a kernel: of the first of `variants`, dtypes or sizes, that has
-    one of its own (`decode/float32`), else the kernel's.
+    """The launch configuration of a kernel: of the first of `variants`, from the most special on,
+    that has one of its own (`decode/float32`), else the kernel's.
 
-    Those of the chip come first. Calls that find the same entry share it.
+    That of the chip comes before that of any chip, but not before one of a more special variant.
+    Calls that find the same entry share it.
     """
     chip = "" if INTERPRETED or not torch.cuda.is_available() else torch.cuda.get_device_name()
     table = _table()
-    for entries in (table["chips"].get(chip, {}), table["default"]):
-        for name in (*(f"{kernel}/{variant}" for variant in variants), kernel):
+    for name in (*(f"{kernel}/{variant}" for variant in variants), kernel):
+        for entries in (table["chips"].get(chip, {}), table["default"]):
             if name in entries:
                 found: dict[str, int] = entries[name]
                 return found

@@ -361,27 +361,31 @@ def test_triton_mixed_steps(kernels, device, heads, size, page):
         judge("paged_attention", arguments | {"window": 37, "soft_cap": 20.0}, device)
 
 
-@pytest.mark.parametrize("size", [64, 128, 256])
+PAGES = [(64, 16), (128, 16), (256, 16), (64, 64), (128, 64), (256, 64), (128, 256), (256, 128)]
+"""Sizes of heads, and pages that hold parts of a block of slots, or several blocks."""
+
+
+@pytest.mark.parametrize(("size", "page"), PAGES)
 @pytest.mark.parametrize("reach", [{}, {"window": 700}, {"chunk": 512}], ids=str)
-def test_triton_long_prompts(kernels, device, size, reach):
+def test_triton_long_prompts(kernels, device, size, page, reach):
     """Prompts of many blocks, whole and in chunks with a past, beside short ones."""
     if device == "cpu":
         pytest.skip("takes the interpreter minutes; shorter prompts are judged there")
     arguments = paged(
-        generator("long"), "bfloat16", [900, 2500, 1030, 16], [1, 600, 1030, 16], (6, 2), size, 16,
+        generator("long"), "bfloat16", [900, 2500, 1030, 16], [1, 600, 1030, 16], (6, 2), size, page,
         tokens=1700,
     )  # fmt: skip
     judge("paged_attention", released(arguments | reach | {"sinks": SINKS_OF_6}), device)
 
 
-@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize(("size", "page"), PAGES)
 @pytest.mark.parametrize("reach", [{}, {"window": 1900}, {"chunk": 2048}], ids=str)
-def test_triton_few_tokens_behind_many_slots(kernels, device, monkeypatch, size, reach):
+def test_triton_few_tokens_behind_many_slots(kernels, device, monkeypatch, size, page, reach):
     """The slots of a block of tokens are split, of some requests more than of others."""
     if device == "cpu":
         pytest.skip("takes the interpreter minutes; no chip but Hopper splits them")
     arguments = paged(
-        generator("few"), "bfloat16", [1500, 2900, 1800, 40], [1, 60, 5, 40], (6, 2), size, 16,
+        generator("few"), "bfloat16", [1500, 2900, 1800, 40], [1, 60, 5, 40], (6, 2), size, page,
         tokens=128, requests=6,
     )  # fmt: skip
     monkeypatch.setitem(kernels.config("hopper", str(size)), "parts", 8)
@@ -500,8 +504,9 @@ def test_triton_mixed_steps_with_a_reach(kernels, device, reach):
 @pytest.mark.parametrize(("dtype", "heads"), [("bfloat16", (16, 2)), ("float32", (8, 1))])
 def test_triton_heads_of_512(kernels, device, dtype, heads):
     """As the full layers of Gemma 4 have: eight query heads to one of keys."""
-    setting = kernels.config("prefill", f"{dtype}/512", dtype, "512")
-    assert setting is not kernels.config("prefill", dtype)
+    from twinfer.gpu.kernels.attention import setting_of
+
+    assert setting_of("prefill", dtype, 512) is not setting_of("prefill", dtype, 128)
     arguments = paged(generator("512"), dtype, [90, 33, 60], [1, 1, 21], heads, 512, 16, tokens=24)
     judge("paged_attention", arguments, device)
 

@@ -132,20 +132,20 @@ def arguments_of(op, arguments):
 
 
 @pytest.mark.parametrize(
-    ("heads", "size", "reach"),
+    ("heads", "size", "page", "reach"),
     [
-        ((8, 2), 128, {}),
-        ((7, 1), 64, {"chunk": 64}),
-        ((4, 2), 256, {"window": 64, "soft_cap": 20.0}),
-        ((8, 1), 80, {"window": 64}),
+        ((8, 2), 128, 64, {}),
+        ((7, 1), 64, 16, {"chunk": 64}),
+        ((4, 2), 256, 128, {"window": 64, "soft_cap": 20.0}),
+        ((8, 1), 80, 16, {"window": 64}),
     ],
 )
-def test_attention_compiles(compiled, monkeypatch, heads, size, reach):
+def test_attention_compiles(compiled, monkeypatch, heads, size, page, reach):
     """Prompts by the kernel for Hopper where it takes the heads, else by the one for any chip."""
     from twinfer.gpu.kernels import attention
 
     arguments = paged(
-        generator("compile"), "bfloat16", [90, 150], [1, 40], heads, size, 16, tokens=64
+        generator("compile"), "bfloat16", [90, 150], [1, 40], heads, size, page, tokens=64
     )
     monkeypatch.setitem(attention.config("hopper", str(size)), "parts", 8)
     attention.paged_attention(**arguments_of("paged_attention", arguments | reach))
@@ -394,3 +394,21 @@ def test_sums_over_peers_compile(compiled, dtype, world):
     reduce._launch(peers, x, x.clone(), weight, 1e-6)
     reduce._launch(peers, x, None, None, 0.0)
     assert compiled == ["reduce_kernel"] * 2
+
+
+@pytest.mark.parametrize("chip", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_heads_of_512_have_blocks_of_their_own_on_every_chip(monkeypatch, chip, dtype):
+    """What a chip has for smaller heads would leave a program of these without registers."""
+    from twinfer.gpu.kernels import launch
+    from twinfer.gpu.kernels.attention import setting_of
+
+    launch.config.cache_clear()
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: chip)
+    table = launch._table()
+    assert setting_of("decode", dtype, 512) == table["default"]["decode/512"]
+    assert setting_of("decode", dtype, 256) == table["chips"][chip][f"decode/{dtype}/256"]
+    assert setting_of("decode", dtype, 128) == table["chips"][chip][f"decode/{dtype}"]
+    launch.config.cache_clear()
