@@ -2,9 +2,9 @@
 
 The blocks of query tokens are those of `prefill_kernel`: all lengths are read on the device, and
 the grid depends on shapes alone. In a block of 128 rows each of two warp groups has 64. One more
-warp asks the copy engine for K and V, a page or a block at a time, and runs STAGES blocks ahead. While a group
-takes the softmax of one block of slots, its tensor cores multiply the weights of the block before
-with V: `_step` has both products in flight.
+warp asks the copy engine for K and V, a page or a block at a time, and runs STAGES blocks ahead.
+While a group takes the softmax of one block of slots, its tensor cores multiply the weights of the
+block before with V: `_step` has both products in flight.
 
 Slots are taken from the last block to the first: the blocks that not every row sees come first.
 

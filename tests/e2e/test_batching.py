@@ -59,7 +59,8 @@ def workload(vocab):
 
 
 def engine(folder, backend, device, demand=ANYTHING, **options):
-    settings = {"max_model_len": 160, "max_num_seqs": 16, "max_num_batched_tokens": 64} | options
+    settings = {"max_model_len": 160, "max_num_seqs": 16, "max_num_batched_tokens": 64}
+    settings |= {"page_size": 16} | options  # so that few pages are few tokens on a GPU too
     config = EngineConfig(model=folder, backend=backend, device=device, dtype="float32", **settings)
     return Engine(config, load_config(folder), folder, demand=demand)
 

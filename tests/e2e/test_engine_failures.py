@@ -48,6 +48,7 @@ def open_llm(checkpoints, backend, device, setting, **options):
         "max_model_len": 64,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 32,
+        "page_size": 16,
         "num_pages": 24,
     }
     if backend == "jax":  # which compiles for seconds for each program

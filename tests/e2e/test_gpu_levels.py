@@ -21,7 +21,12 @@ from .conftest import build
 
 PROMPTS = ["Once upon a time", "The cat sat on the mat and then", "A"]
 SMALL = dict(
-    backend="torch", dtype="float32", max_num_seqs=2, max_num_batched_tokens=32, num_pages=64
+    backend="torch",
+    dtype="float32",
+    max_num_seqs=2,
+    max_num_batched_tokens=32,
+    page_size=16,
+    num_pages=64,
 )
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 ON_A_GPU = SMALL | {"dtype": "bfloat16", "device": "cuda"}

@@ -49,7 +49,8 @@ LONG_ONLY = {"phi4-mini-long": (97, 112, 500)}
 
 
 def start(folder, backend, device, demand=GREEDY_ONLY, **options):
-    settings = dict(max_num_seqs=8, max_num_batched_tokens=128, dtype="float32") | options
+    settings = dict(max_num_seqs=8, max_num_batched_tokens=128, page_size=16, dtype="float32")
+    settings |= options
     if backend == "jax":  # compiles for seconds for each program: half of its ladder's
         requests, tokens = settings["max_num_seqs"], settings["max_num_batched_tokens"]
         settings = dict(decode_sizes=(requests,), mixed_sizes=(16, tokens)) | settings
