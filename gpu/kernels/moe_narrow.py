@@ -203,7 +203,8 @@ def _few(
         x, *up.arrays, hidden, experts, act.alpha, act.limit, x.stride(0),
         N=inter, K=dim, EXPERTS=count, TOP_K=top_k, **up.constants, **act.constants,
         BLOCK_N=block_n, BLOCK_K=block_k, num_warps=setting["warps"],
-        **overlap(early=not setting["down_ahead"]),
+        # LATE: what comes behind reads the choices before its wait.
+        **overlap(),
     )  # fmt: skip
     out = torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
     choices = power_of_2(top_k)
@@ -213,8 +214,8 @@ def _few(
     narrow_few_down_kernel[(triton.cdiv(dim, block_n), tokens)](
         hidden, *down.arrays, weights, experts, out,
         N=dim, K=inter, EXPERTS=count, TOP_K=top_k, **down.constants, BLOCK_C=choices,
-        BLOCK_N=block_n, BLOCK_K=block_k, AHEAD=setting["down_ahead"], SHARED=setting["shared"],
-        num_warps=setting["down_warps"], **overlap(early=True),
+        BLOCK_N=block_n, BLOCK_K=block_k, AHEAD=setting["down_ahead"],
+        num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip
     return out
 
@@ -231,7 +232,9 @@ def _many(
         if _fragments_take(x, weight, act, triton.cdiv(tokens * top_k, count)):
             _fragments(source, weight, target, experts, order, starts, act, gated=gated)
             continue
-        setting = config("moe_narrow_product", dtype_name(x), rows_of_block(tokens * top_k, count))
+        rows_each = rows_of_block(tokens * top_k, count)
+        variants = dtype_name(x), f"{weight.kind}/{rows_each}", rows_each
+        setting = config("moe_narrow_product", *variants)
         n, block_m = target.shape[1], setting["block_m"]
         blocks = tokens * top_k // block_m + min(count, tokens * top_k)
         narrow_product_kernel[(triton.cdiv(n, setting["block_n"]), blocks)](

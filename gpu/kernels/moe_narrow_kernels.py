@@ -156,16 +156,14 @@ def narrow_few_down_kernel(
     hidden, weight, scale, zero, bias, weights, experts, out, N: tl.constexpr, K: tl.constexpr,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, SHARED: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (block of results, token): the results of its choices by weight. All of them, at most
-    BLOCK_C, are asked for at once.
+    BLOCK_C, are asked for at once, and AHEAD blocks of k before the first is used.
 
-    Experts and their weights are read before the wait: who chose had ended before the launch in
-    front, which is LATE, went on.
+    Choices and the weights of their experts are read before the wait: the launch in front is LATE,
+    so who chose had ended before this one came up.
     """
-    if not AHEAD:
-        wait(OVERLAP)
     t = tl.program_id(1).to(tl.int64)
     i, k = tl.arange(0, BLOCK_C * BLOCK_N), tl.arange(0, BLOCK_K)
     n, choice = tl.program_id(0) * BLOCK_N + i % BLOCK_N, t * TOP_K + i // BLOCK_N
@@ -173,32 +171,25 @@ def narrow_few_down_kernel(
     valid = (expert >= 0) & (expert < EXPERTS)
     share = tl.load(weights + choice, mask=valid, other=0.0)
     row, real = tl.cast(expert, tl.int64) * N + n, (n < N) & valid
-    c = tl.arange(0, BLOCK_C)
-    own = tl.load(experts + t * TOP_K + c, mask=c < TOP_K, other=-1)
-    has = (own >= 0) & (own < EXPERTS)
-    a = tl.zeros([BLOCK_C * BLOCK_N, BLOCK_K], tl.float32)
-    w = _raw_rows(weight, row, real, 0, K, KIND, BLOCK_K)
     of_row = _row_scales(scale, row, real, K, KIND, GROUP)
-    if AHEAD:
-        wait(OVERLAP)
-    for start in tl.static_range(0, K, BLOCK_K):
-        at, raw = start + k, w
-        if start + BLOCK_K < K:
-            w = _raw_rows(weight, row, real, start + BLOCK_K, K, KIND, BLOCK_K)
-        wide = _wide(raw, scale, zero, row, real, start, K, KIND, GROUP, HAS_ZERO, BLOCK_K)
-        if SHARED:
-            y = tl.load(
-                hidden + (t * TOP_K + c)[:, None] * K + at[None, :],
-                mask=has[:, None] & (at < K)[None, :], other=0.0,
-            ).to(tl.float32)  # fmt: skip
-            y = tl.broadcast_to(y[:, None, :], [BLOCK_C, BLOCK_N, BLOCK_K])
-            a += wide * tl.reshape(y, [BLOCK_C * BLOCK_N, BLOCK_K])
-        else:
-            y = tl.load(
-                hidden + choice[:, None] * K + at[None, :],
-                mask=real[:, None] & (at < K)[None, :], other=0.0,
-            )  # fmt: skip
-            a += y.to(tl.float32) * wide
+    steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    asked = ()
+    for s in tl.static_range(AHEAD):
+        if s < steps:
+            asked += (_raw_rows(weight, row, real, s * BLOCK_K, K, KIND, BLOCK_K),)
+    wait(OVERLAP)
+    a = tl.zeros([BLOCK_C * BLOCK_N, BLOCK_K], tl.float32)
+    for s in tl.static_range(steps):
+        if s + AHEAD < steps:
+            asked += (_raw_rows(weight, row, real, (s + AHEAD) * BLOCK_K, K, KIND, BLOCK_K),)
+        at = s * BLOCK_K + k
+        y = tl.load(
+            hidden + choice[:, None] * K + at[None, :], mask=real[:, None] & (at < K)[None, :],
+            other=0.0,
+        )  # fmt: skip
+        a += y.to(tl.float32) * _wide(
+            asked[s], scale, zero, row, real, s * BLOCK_K, K, KIND, GROUP, HAS_ZERO, BLOCK_K
+        )  # fmt: skip
     y = tl.sum(a, 1) * of_row
     if HAS_BIAS:
         y += tl.load(bias + row, mask=real, other=0.0).to(tl.float32)
