@@ -176,12 +176,14 @@ def narrow_few_down_kernel(
     asked = ()
     for s in tl.static_range(AHEAD):
         if s < steps:
-            asked += (_raw_rows(weight, row, real, s * BLOCK_K, K, KIND, BLOCK_K),)
+            w = _raw_rows(weight, row, real, s * BLOCK_K, K, KIND, BLOCK_K)
+            asked += (w,)  # type: ignore[assignment]
     wait(OVERLAP)
     a = tl.zeros([BLOCK_C * BLOCK_N, BLOCK_K], tl.float32)
     for s in tl.static_range(steps):
         if s + AHEAD < steps:
-            asked += (_raw_rows(weight, row, real, (s + AHEAD) * BLOCK_K, K, KIND, BLOCK_K),)
+            w = _raw_rows(weight, row, real, (s + AHEAD) * BLOCK_K, K, KIND, BLOCK_K)
+            asked += (w,)  # type: ignore[assignment]
         at = s * BLOCK_K + k
         y = tl.load(
             hidden + choice[:, None] * K + at[None, :], mask=real[:, None] & (at < K)[None, :],
