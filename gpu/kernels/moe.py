@@ -182,10 +182,12 @@ def sorted_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, t
     order = torch.empty(choices, dtype=torch.int32, device=experts.device)
     starts = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
     setting = config("moe_sort")
+    block = min(setting["block"], power_of_2(choices))
     sort_kernel[(count,)](
         experts, order, starts, choices,
-        EXPERTS=count, BLOCK=min(setting["block"], power_of_2(choices)),
-        num_warps=setting["warps"], **overlap(early=True),
+        EXPERTS=count, BLOCK=block,
+        # Sums of few choices need no barriers between warps.
+        num_warps=min(setting["warps"], max(1, block // 128)), **overlap(early=True),
     )  # fmt: skip
     return order, starts
 
