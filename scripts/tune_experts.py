@@ -6,10 +6,10 @@
 Each figure is microseconds of the experts of one layer inside a CUDA graph of many, each of which
 has a routing of its own. `share` is that of the time in which a copy on this GPU moves the bytes
 of the experts that are chosen, `experts` how many these are. `even`: all are as likely; `zipf`:
-the i-th is chosen 1/i as often as the first. Configurations are tried of fp4 only: the first
+the i-th is chosen 1/i as often as the first. Configurations are tried of fp4 and fp8: the first
 candidate is what `gpu/kernels/configs.json` has, `plain` are the kernels for any kind of weight;
-`error` is the largest difference to these, in units of the largest result. `--jobs` processes
-compile all configurations before.
+`error` is the largest difference to these, or of fp8 to the first, in units of the largest result.
+`--jobs` processes compile all configurations before.
 """
 
 from __future__ import annotations
@@ -47,11 +47,46 @@ BYTES = {"plain": 2.0, "fp8": 1.0, "fp4": 0.5 + 4 / 32}
 FEW = [(16, 4, 6), (16, 4, 4), (16, 4, 3), (16, 4, 2), (16, 2, 6)]
 FEW_DOWN = [(16, 16, 6), (16, 16, 3), (16, 16, 2), (16, 8, 6), (16, 8, 3)]
 PRODUCT = [(16, 4, 1), (16, 4, 2), (16, 4, 3), (16, 4, 6), (32, 4, 2), (16, 2, 3)]
+FP8_FEW = [
+    {
+        "block_k": 2048, "entries": e, "programs": p, "warps": w, "down_k": k, "down_entries": d,
+        "down_ahead": a,
+    }
+    for e, p, w, k, d, a in [
+        (16384, 4, 4, 1024, 16384, 1), (16384, 8, 4, 256, 4096, 1), (16384, 8, 4, 256, 4096, 3),
+        (16384, 4, 4, 256, 8192, 3), (8192, 16, 2, 256, 4096, 3), (32768, 8, 8, 256, 4096, 3),
+    ]
+]  # fmt: skip
+FP8_PRODUCT = [
+    {"block_m": m, "block_n": n, "block_k": k, "warps": w, "stages": s, "left": left}
+    for m, n, k, w, s, left in [
+        (16, 64, 128, 4, 3, 0), (16, 64, 128, 4, 3, 1), (16, 32, 256, 4, 3, 0),
+        (16, 32, 256, 2, 3, 1), (128, 128, 64, 8, 3, 0), (128, 64, 64, 4, 3, 0),
+        (128, 64, 64, 4, 3, 1), (128, 64, 32, 4, 4, 1), (256, 64, 64, 8, 3, 1),
+    ]
+]  # fmt: skip
 
 
-def settings(kind: str, tokens: int) -> Iterator[tuple[str, dict[str, dict[str, int]]]]:
+def fp8_settings(shape: Shape, tokens: int) -> Iterator[tuple[str, dict[str, dict[str, int]]]]:
+    """Those of experts in fp8: blocks of 16 rows for few rows an expert, of 128 for many."""
+    if tokens <= 2:
+        for entry in FP8_FEW:
+            yield f"few {[*entry.values()]}", {"moe_narrow_few/fp8": entry}
+        return
+    rows = moe.rows_of_block(tokens * shape.top_k, shape.experts)
+    for entry in FP8_PRODUCT:
+        if (entry["block_m"] > 64) == (rows == "128"):
+            name = "/".join(("moe_narrow_product", "bfloat16", f"fp8/{rows}", rows))
+            yield f"rows {[*entry.values()]}", {name: entry}
+
+
+def settings(
+    shape: Shape, kind: str, tokens: int
+) -> Iterator[tuple[str, dict[str, dict[str, int]]]]:
     """(name, entries of `configs.json`) to try for so many tokens."""
     yield "configs.json", {}
+    if kind == "fp8":
+        yield from fp8_settings(shape, tokens)
     if kind != "fp4":
         return
     yield "plain", {"moe_fragments": {"rows": 0}}
@@ -126,7 +161,7 @@ def measure(
     bytes_read = distinct * 3 * shape.inter * shape.dim * BYTES[kind]
     found: dict[str, Any] = {}
     reference = None
-    for name, entries in sorted(settings(kind, tokens), key=lambda pair: pair[0] != "plain"):
+    for name, entries in sorted(settings(shape, kind, tokens), key=lambda pair: pair[0] != "plain"):
         configured(entries)
         try:
             result = experts(kind, x, routings[0], layer).float()
@@ -146,7 +181,7 @@ def measure(
 def compile_only(shape: Shape, kind: str, tokens: list[int], job: int, jobs: int) -> None:
     """Launch every `jobs`-th configuration once: Triton keeps what it compiled on disk."""
     layer = weights(shape, kind)
-    every = [(n, entries) for n in tokens for _, entries in settings(kind, n)]
+    every = [(n, entries) for n in tokens for _, entries in settings(shape, kind, n)]
     for n, entries in every[job::jobs]:
         configured(entries)
         x = torch.zeros(n, shape.dim, device="cuda").bfloat16()

@@ -2,7 +2,7 @@
 configurations of them.
 
     python scripts/tune_narrow.py [--kinds int8,fp8,int4,tokens,quantises] [--rows 1,8,64,2048]
-    [--json F] [--jobs 12]
+    [--shapes 6144x4096,4096x4096] [--json F] [--jobs 12]
 
 Each figure is microseconds of one call inside a CUDA graph of many, over so many copies of the
 weight that the L2 cache holds none. bf16 is cuBLAS (`F.linear`); `scaled_mm` is the fp8 units with
@@ -239,9 +239,9 @@ def warm(kinds: list[str], rows: list[int], jobs: int) -> None:
     for index in range(jobs):
         mine = [f"{kind}:{row}:{i}" for kind, row, i in todo[index::jobs]]
         if mine:
-            running.append(
-                subprocess.Popen([sys.executable, __file__, "--compile", ",".join(mine)])
-            )
+            shapes = ",".join(f"{n}x{k}" for n, k in SHAPES)
+            command = [sys.executable, __file__, "--shapes", shapes, "--compile", ",".join(mine)]
+            running.append(subprocess.Popen(command))
     for process in running:
         process.wait()
 
@@ -267,10 +267,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kinds", default="int8,fp8,int4,tokens")
     parser.add_argument("--rows", default="1,8,64,2048")
+    parser.add_argument("--shapes", default="", help="of weights, as 6144x4096")
     parser.add_argument("--json", default="")
     parser.add_argument("--jobs", type=int, default=0)
     parser.add_argument("--compile", default="")
     arguments_ = parser.parse_args()
+    if arguments_.shapes:
+        sizes = (shape.split("x") for shape in arguments_.shapes.split(","))
+        SHAPES[:] = [(int(n), int(k)) for n, k in sizes]
     if arguments_.compile:
         compile_only(arguments_.compile.split(","))
         return

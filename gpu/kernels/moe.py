@@ -90,13 +90,15 @@ def _route(
     weights = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
     ids = torch.empty((rows, top_k), dtype=torch.int32, device=logits.device)
     setting, width = config("moe_route"), power_of_2(experts)
+    # A row is one warp's: the largest of several warps' would be found behind a barrier.
     several = max(1, min(setting["entries"] // width, power_of_2(max(1, rows // processors()))))
     route_kernel[(triton.cdiv(rows, several),)](
         logits, logits if bias is None else bias, logits if factor is None else factor,
         slots.contiguous(), weights, ids, rows, scale, logits.stride(0),
         EXPERTS=experts, TOP_K=top_k, HAS_BIAS=bias is not None, HAS_FACTOR=factor is not None,
         SIGMOID=sigmoid, RENORMALIZE=renormalize,
-        ROWS=several, BLOCK_E=width, BLOCK_K=power_of_2(top_k), num_warps=setting["warps"],
+        ROWS=several, BLOCK_E=width, BLOCK_K=power_of_2(top_k),
+        num_warps=min(setting["warps"], several),
         **overlap(early=True),
     )  # fmt: skip
     return weights, ids
@@ -180,10 +182,12 @@ def sorted_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, t
     order = torch.empty(choices, dtype=torch.int32, device=experts.device)
     starts = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
     setting = config("moe_sort")
+    block = min(setting["block"], power_of_2(choices))
     sort_kernel[(count,)](
         experts, order, starts, choices,
-        EXPERTS=count, BLOCK=min(setting["block"], power_of_2(choices)),
-        num_warps=setting["warps"], **overlap(early=True),
+        EXPERTS=count, BLOCK=block,
+        # Sums of few choices need no barriers between warps.
+        num_warps=min(setting["warps"], max(1, block // 128)), **overlap(early=True),
     )  # fmt: skip
     return order, starts
 

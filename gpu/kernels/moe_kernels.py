@@ -12,6 +12,12 @@ from .arithmetic import activated, dot, exp
 from .overlap import wait
 
 
+@triton.jit
+def _ordered(bits):
+    """Bits of float32 as integers in the order of the numbers, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def route_kernel(
     logits, bias, factor, slots, weights, experts, rows, scale, row_stride, EXPERTS: tl.constexpr,
@@ -30,6 +36,7 @@ def route_kernel(
     if HAS_BIAS:
         b = tl.load(bias + n, mask=n < EXPERTS, other=0.0).to(tl.float32)
     wait(OVERLAP)
+    real = (tl.load(slots + row, mask=row < rows, other=-1) >= 0)[:, None]
     place = logits + row.to(tl.int64)[:, None] * row_stride + n[None, :]
     x = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
     if not SIGMOID:
@@ -43,12 +50,17 @@ def route_kernel(
         scores = x
         y = x
     y = tl.where(x == x, y, float("-inf"))
-    top = tl.max(y, 1)
+    # As integers in the same order, whose largest of a warp is one instruction; without -0.
+    order = _ordered((y + 0.0).to(tl.int32, bitcast=True))
+    top = tl.zeros([ROWS], tl.float32)
     free = n[None, :] < EXPERTS + tl.zeros([ROWS, 1], tl.int32)
     values, ids = tl.zeros([ROWS, BLOCK_K], tl.float32), tl.zeros([ROWS, BLOCK_K], tl.int32)
     for choice in tl.static_range(TOP_K):
-        best = tl.max(tl.where(free, y, float("-inf")), 1)
-        equal = free & (y == best[:, None])
+        largest = tl.max(tl.where(free, order, -2147483648), 1)
+        equal = free & (order == largest[:, None])
+        best = _ordered(largest).to(tl.float32, bitcast=True)
+        if choice == 0:
+            top = best
         found = tl.min(tl.where(equal, n[None, :], EXPERTS), 1)
         here = k[None, :] == choice
         if SIGMOID:
@@ -75,7 +87,6 @@ def route_kernel(
         chosen_ids = (k < TOP_K)[None, :] & (ids < EXPERTS)
         share *= tl.load(factor + ids, mask=chosen_ids, other=0.0).to(tl.float32)
     share = tl.where(lost[:, None], float("nan"), share)
-    real = (tl.load(slots + row, mask=row < rows, other=-1) >= 0)[:, None]
     out = row[:, None] * TOP_K + k[None, :]
     mask = (row < rows)[:, None] & (k < TOP_K)[None, :]
     tl.store(weights + out, tl.where(real, share, 0.0), mask=mask)

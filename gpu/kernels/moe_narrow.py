@@ -202,16 +202,20 @@ def _few(
     narrow_few_gated_kernel[(triton.cdiv(inter, block_n), tokens * top_k)](
         x, *up.arrays, hidden, experts, act.alpha, act.limit, x.stride(0),
         N=inter, K=dim, EXPERTS=count, TOP_K=top_k, **up.constants, **act.constants,
-        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=setting["warps"], **overlap(early=True),
+        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=setting["warps"],
+        # LATE: what comes behind reads the choices before its wait.
+        **overlap(),
     )  # fmt: skip
     out = torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
     choices = power_of_2(top_k)
-    block_k = down.few_block_k(max(32, min(setting["block_k"], setting["entries"] // choices)))
-    block_n = block_rows(dim, setting["entries"] // (block_k * choices), wanted // tokens)
+    entries = setting["down_entries"]
+    block_k = down.few_block_k(max(32, min(setting["down_k"], entries // choices)))
+    block_n = block_rows(dim, entries // (block_k * choices), wanted // tokens)
     narrow_few_down_kernel[(triton.cdiv(dim, block_n), tokens)](
         hidden, *down.arrays, weights, experts, out,
         N=dim, K=inter, EXPERTS=count, TOP_K=top_k, **down.constants, BLOCK_C=choices,
-        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=setting["warps"], **overlap(early=True),
+        BLOCK_N=block_n, BLOCK_K=block_k, AHEAD=setting["down_ahead"],
+        num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip
     return out
 
@@ -228,7 +232,9 @@ def _many(
         if _fragments_take(x, weight, act, triton.cdiv(tokens * top_k, count)):
             _fragments(source, weight, target, experts, order, starts, act, gated=gated)
             continue
-        setting = config("moe_narrow_product", dtype_name(x), rows_of_block(tokens * top_k, count))
+        rows_each = rows_of_block(tokens * top_k, count)
+        variants = dtype_name(x), f"{weight.kind}/{rows_each}", rows_each
+        setting = config("moe_narrow_product", *variants)
         n, block_m = target.shape[1], setting["block_m"]
         blocks = tokens * top_k // block_m + min(count, tokens * top_k)
         narrow_product_kernel[(triton.cdiv(n, setting["block_n"]), blocks)](
@@ -236,6 +242,7 @@ def _many(
             N=n, K=weight.k, EXPERTS=count, TOP_K=top_k, GATED=gated, **weight.constants,
             **act.constants, BLOCK_M=block_m, BLOCK_N=setting["block_n"],
             BLOCK_K=weight.block_k(setting["block_k"]), BLOCK_E=power_of_2(count),
-            STAGES=setting["stages"], num_warps=setting["warps"], **overlap(early=True),
+            STAGES=setting["stages"], LEFT=setting["left"], num_warps=setting["warps"],
+            **overlap(early=True),
         )  # fmt: skip
     return combined(rows, weights, experts, count, x)

@@ -14,23 +14,29 @@ from .overlap import wait
 
 
 @triton.jit
-def _wide_rows(
-    weight, scale, zero, row, real, start, K: tl.constexpr, KIND: tl.constexpr,
-    GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Entries [n BLOCK_K] float32 of rows [n] int64 of a weight, from `start` on; without their
-    scale where a row has one (`_row_scales`).
-    """
+def _raw_rows(weight, row, real, start, K: tl.constexpr, KIND: tl.constexpr, BLOCK_K: tl.constexpr):
+    """What rows [n] int64 of a weight hold from entry `start` on, for BLOCK_K entries."""
     packed: tl.constexpr = 2 if (KIND == "int4") | (KIND == "fp4") else 1
     width: tl.constexpr = K // packed
-    groups: tl.constexpr = K // GROUP
     j = start // packed + tl.arange(0, BLOCK_K // packed)
     nothing: tl.constexpr = 0.0 if weight.dtype.element_ty.is_floating() else 0
     place = weight + row[:, None] * width + j[None, :]
     if K % BLOCK_K == 0:
-        raw = tl.load(place, mask=real[:, None], other=nothing)
+        return tl.load(place, mask=real[:, None], other=nothing)
     else:
-        raw = tl.load(place, mask=real[:, None] & (j < width)[None, :], other=nothing)
+        return tl.load(place, mask=real[:, None] & (j < width)[None, :], other=nothing)
+
+
+@triton.jit
+def _wide(
+    raw, scale, zero, row, real, start, K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    HAS_ZERO: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """What `_raw_rows` gave as entries [n BLOCK_K] float32; without their scale where a row has one
+    (`_row_scales`).
+    """
+    packed: tl.constexpr = 2 if (KIND == "int4") | (KIND == "fp4") else 1
+    groups: tl.constexpr = K // GROUP
     base = tl.full([1, 1], INT4_ZERO, tl.int32)
     if KIND == "plain":
         return raw.to(tl.float32)
@@ -54,6 +60,16 @@ def _wide_rows(
             return _entries(raw, _spread(zeros, GROUP // packed), KIND, tl.float32) * each
         else:
             return _entries(raw, base, KIND, tl.float32) * each
+
+
+@triton.jit
+def _wide_rows(
+    weight, scale, zero, row, real, start, K: tl.constexpr, KIND: tl.constexpr,
+    GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Entries of rows of a weight, as `_wide` has them."""
+    raw = _raw_rows(weight, row, real, start, K, KIND, BLOCK_K)
+    return _wide(raw, scale, zero, row, real, start, K, KIND, GROUP, HAS_ZERO, BLOCK_K)
 
 
 @triton.jit
@@ -102,28 +118,37 @@ def narrow_few_gated_kernel(
     wait(OVERLAP)
     choice = tl.program_id(1)
     expert = tl.load(experts + choice)
+    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    row = x + tl.cast(choice // TOP_K, tl.int64) * x_stride
+    y = tl.load(row + k, mask=k < K, other=0.0)
     if (expert >= 0) & (expert < EXPERTS):
-        n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         real = n < N
-        row = x + tl.cast(choice // TOP_K, tl.int64) * x_stride
         of_gate, of_up = _halves(expert, n, N, CLAMPED)
+        g = _raw_rows(weight, of_gate, real, 0, K, KIND, BLOCK_K)
+        u = _raw_rows(weight, of_up, real, 0, K, KIND, BLOCK_K)
+        gate_share = _row_scales(scale, of_gate, real, K, KIND, GROUP)
+        up_share = _row_scales(scale, of_up, real, K, KIND, GROUP)
         a = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
         b = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        for start in tl.range(0, K, BLOCK_K):
-            y = tl.load(row + start + k, mask=start + k < K, other=0.0).to(tl.float32)[None, :]
-            a += y * _wide_rows(
-                weight, scale, zero, of_gate, real, start, K, KIND, GROUP, HAS_ZERO, BLOCK_K
+        for start in tl.static_range(0, K, BLOCK_K):
+            now, raw_g, raw_u = y.to(tl.float32)[None, :], g, u
+            if start + BLOCK_K < K:
+                at = start + BLOCK_K + k
+                g = _raw_rows(weight, of_gate, real, start + BLOCK_K, K, KIND, BLOCK_K)
+                u = _raw_rows(weight, of_up, real, start + BLOCK_K, K, KIND, BLOCK_K)
+                y = tl.load(row + at, mask=at < K, other=0.0)
+            a += now * _wide(
+                raw_g, scale, zero, of_gate, real, start, K, KIND, GROUP, HAS_ZERO, BLOCK_K
             )  # fmt: skip
-            b += y * _wide_rows(
-                weight, scale, zero, of_up, real, start, K, KIND, GROUP, HAS_ZERO, BLOCK_K
+            b += now * _wide(
+                raw_u, scale, zero, of_up, real, start, K, KIND, GROUP, HAS_ZERO, BLOCK_K
             )  # fmt: skip
-        gate = tl.sum(a, 1) * _row_scales(scale, of_gate, real, K, KIND, GROUP)
-        up = tl.sum(b, 1) * _row_scales(scale, of_up, real, K, KIND, GROUP)
+        gate, up = tl.sum(a, 1) * gate_share, tl.sum(b, 1) * up_share
         if HAS_BIAS:
             gate += tl.load(bias + of_gate, mask=real, other=0.0).to(tl.float32)
             up += tl.load(bias + of_up, mask=real, other=0.0).to(tl.float32)
-        y = _between(gate, up, alpha, limit, CLAMPED, GELU)
-        tl.store(out + choice.to(tl.int64) * N + n, y.to(out.dtype.element_ty), mask=real)
+        hidden = _between(gate, up, alpha, limit, CLAMPED, GELU)
+        tl.store(out + choice.to(tl.int64) * N + n, hidden.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -131,12 +156,14 @@ def narrow_few_down_kernel(
     hidden, weight, scale, zero, bias, weights, experts, out, N: tl.constexpr, K: tl.constexpr,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (block of results, token): the results of its choices by weight. All of them, at most
-    BLOCK_C, are asked for at once.
+    BLOCK_C, are asked for at once, and AHEAD blocks of k before the first is used.
+
+    Choices and the weights of their experts are read before the wait: the launch in front is LATE,
+    so who chose had ended before this one came up.
     """
-    wait(OVERLAP)
     t = tl.program_id(1).to(tl.int64)
     i, k = tl.arange(0, BLOCK_C * BLOCK_N), tl.arange(0, BLOCK_K)
     n, choice = tl.program_id(0) * BLOCK_N + i % BLOCK_N, t * TOP_K + i // BLOCK_N
@@ -144,17 +171,28 @@ def narrow_few_down_kernel(
     valid = (expert >= 0) & (expert < EXPERTS)
     share = tl.load(weights + choice, mask=valid, other=0.0)
     row, real = tl.cast(expert, tl.int64) * N + n, (n < N) & valid
+    of_row = _row_scales(scale, row, real, K, KIND, GROUP)
+    steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    asked = ()
+    for s in tl.static_range(AHEAD):
+        if s < steps:
+            w = _raw_rows(weight, row, real, s * BLOCK_K, K, KIND, BLOCK_K)
+            asked += (w,)  # type: ignore[assignment]
+    wait(OVERLAP)
     a = tl.zeros([BLOCK_C * BLOCK_N, BLOCK_K], tl.float32)
-    for start in tl.range(0, K, BLOCK_K):
-        at = start + k
+    for s in tl.static_range(steps):
+        if s + AHEAD < steps:
+            w = _raw_rows(weight, row, real, (s + AHEAD) * BLOCK_K, K, KIND, BLOCK_K)
+            asked += (w,)  # type: ignore[assignment]
+        at = s * BLOCK_K + k
         y = tl.load(
             hidden + choice[:, None] * K + at[None, :], mask=real[:, None] & (at < K)[None, :],
             other=0.0,
         )  # fmt: skip
-        a += y.to(tl.float32) * _wide_rows(
-            weight, scale, zero, row, real, start, K, KIND, GROUP, HAS_ZERO, BLOCK_K
+        a += y.to(tl.float32) * _wide(
+            asked[s], scale, zero, row, real, s * BLOCK_K, K, KIND, GROUP, HAS_ZERO, BLOCK_K
         )  # fmt: skip
-    y = tl.sum(a, 1) * _row_scales(scale, row, real, K, KIND, GROUP)
+    y = tl.sum(a, 1) * of_row
     if HAS_BIAS:
         y += tl.load(bias + row, mask=real, other=0.0).to(tl.float32)
     total = tl.sum(tl.reshape(tl.where(valid, share * y, 0.0), [BLOCK_C, BLOCK_N]), 0)
@@ -168,9 +206,12 @@ def narrow_product_kernel(
     K: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
     CLAMPED: tl.constexpr, GELU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr, LEFT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (block of results, block of rows): see `product_kernel` of `moe_kernels.py`."""
+    """Grid (block of results, block of rows): see `product_kernel` of `moe_kernels.py`. LEFT: the
+    weight is the left operand, which tensor cores take from registers.
+    """
     wait(OVERLAP)
     block = tl.program_id(1)
     e = tl.arange(0, BLOCK_E)
@@ -188,27 +229,36 @@ def narrow_product_kernel(
         real, inside = m < stop, n < N
         choice = tl.load(order + m, mask=real, other=0)
         row = (choice // TOP_K if GATED else m).to(tl.int64)
-        rows = x + row[:, None] * x_stride
+        rows = x + row * x_stride
         dtype: tl.constexpr = x.dtype.element_ty
         if GATED:
             of_first, of_up = _halves(expert, n, N, CLAMPED)
         else:
             of_first = tl.cast(expert, tl.int64) * N + n
             of_up = of_first
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc = tl.zeros([BLOCK_N, BLOCK_M] if LEFT else [BLOCK_M, BLOCK_N], tl.float32)
+        up = acc
         for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             at = start + k
-            a = tl.load(rows + at[None, :], mask=real[:, None] & (at < K)[None, :], other=0.0)
+            if LEFT:
+                a = tl.load(
+                    rows[None, :] + at[:, None], mask=real[None, :] & (at < K)[:, None], other=0.0
+                )
+            else:
+                a = tl.load(
+                    rows[:, None] + at[None, :], mask=real[:, None] & (at < K)[None, :], other=0.0
+                )
             w = _wide_rows(
                 weight, scale, zero, of_first, inside, start, K, KIND, GROUP, HAS_ZERO, BLOCK_K
-            )  # fmt: skip
-            acc = dot(a, tl.trans(w.to(dtype)), acc)
+            ).to(dtype)  # fmt: skip
+            acc = dot(w, a, acc) if LEFT else dot(a, tl.trans(w), acc)
             if GATED:
                 u = _wide_rows(
                     weight, scale, zero, of_up, inside, start, K, KIND, GROUP, HAS_ZERO, BLOCK_K
-                )  # fmt: skip
-                up = dot(a, tl.trans(u.to(dtype)), up)
+                ).to(dtype)  # fmt: skip
+                up = dot(u, a, up) if LEFT else dot(a, tl.trans(u), up)
+        if LEFT:
+            acc, up = tl.trans(acc), tl.trans(up)
         acc *= _row_scales(scale, of_first, inside, K, KIND, GROUP)[None, :]
         if HAS_BIAS:
             acc += tl.load(bias + of_first, mask=inside, other=0.0).to(tl.float32)[None, :]

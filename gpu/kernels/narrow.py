@@ -290,6 +290,33 @@ class Product(NamedTuple):
         }
 
 
+def prepared(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    kind: str,
+    out: torch.Tensor,
+) -> Product:
+    """A product whose arrays lie as kernels read them: a scale for each row of the weight, and
+    neighbouring entries of each row.
+    """
+    n = weight.shape[0]
+    return Product(
+        x if x.stride(1) == 1 else x.contiguous(),
+        weight.contiguous(),
+        # One scale for all rows of the weight is that of each.
+        (scale if scale.shape[0] == n else scale.expand(n, -1)).contiguous(),
+        None if zero is None else zero.contiguous(),
+        x_scale if x_scale is None or x_scale.stride(1) == 1 else x_scale.contiguous(),
+        None if bias is None else bias.contiguous(),
+        kind,
+        out,
+    )
+
+
 def _product(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -302,25 +329,17 @@ def _product(
 ) -> torch.Tensor:
     """The product by the kernel for so many rows."""
     rows, n = x.shape[0], weight.shape[0]
-    x = x if x.stride(1) == 1 else x.contiguous()
-    weight = weight.contiguous()
-    # One scale for all rows of the weight is that of each.
-    scale = (scale if scale.shape[0] == n else scale.expand(n, -1)).contiguous()
-    zero = None if zero is None else zero.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    if x_scale is not None and x_scale.stride(1) != 1:
-        x_scale = x_scale.contiguous()
     out = torch.empty((rows, n), dtype=dtype, device=x.device)
     if rows == 0:
         return out
-    asked = Product(x, weight, scale, zero, x_scale, bias, kind, out)
+    asked = prepared(x, weight, scale, zero, x_scale, bias, kind, out)
     limit = config("narrow", kind)
     if fragments_take(asked):
         fragments(asked)
     elif rows <= min(2, limit["gemv_rows"]):
         _gemv(asked)
     elif x_scale is None and rows > limit["widened_from"] and dtype_name(x) != "float32":
-        return linear(x, _widened(weight, scale, zero, kind, x), bias)
+        return linear(asked.x, _widened(asked), asked.bias)
     else:
         _blocks(asked)
     return out
@@ -363,22 +382,16 @@ def _quantizing_gemv(
     return out
 
 
-def _widened(
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    kind: str,
-    x: torch.Tensor,
-) -> torch.Tensor:
+def _widened(product: Product) -> torch.Tensor:
     """The weight in the dtype of x: what so many rows take makes up for writing it."""
-    n, k = weight.shape[0], x.shape[1]
-    out = torch.empty((n, k), dtype=x.dtype, device=x.device)
+    _, n, k = product.sizes
+    out = torch.empty((n, k), dtype=product.x.dtype, device=product.x.device)
     setting = config("widen")
     block_k = min(setting["block"], power_of_2(k))
     widen_kernel[(n, triton.cdiv(k, block_k))](
-        weight, scale, weight if zero is None else zero, out,
-        K=k, KIND=kind, GROUP=k // scale.shape[1], HAS_ZERO=zero is not None, BLOCK_K=block_k,
-        num_warps=setting["warps"], **overlap(early=True),
+        *product.arrays[1:4], out,
+        K=k, KIND=product.kind, GROUP=product.group, HAS_ZERO=product.zero is not None,
+        BLOCK_K=block_k, num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip
     return out
 

@@ -121,7 +121,16 @@ def narrow_gemv_kernel(
         added = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
     groups: tl.constexpr = K // GROUP
     w = _block(weight, n, j, N, width, even)
+    # Asked for with the weight: behind the sums they would be waited for once more.
+    of_n = tl.full([BLOCK_N], 1.0, tl.float32)
+    if groups == 1:
+        of_n = tl.load(scale + n, mask=n < N, other=0.0)
     wait(OVERLAP)
+    of_a, of_b = 1.0, 1.0
+    if X_GROUP == K:
+        of_a = tl.load(x_scale)
+        if ROWS > 1:
+            of_b = tl.load(x_scale + x_scale_stride)
     a, b = tl.zeros([BLOCK_N, BLOCK_K], kind), tl.zeros([BLOCK_N, BLOCK_K], kind)
     for start in tl.static_range(0, K, BLOCK_K):
         at = start + k
@@ -146,10 +155,11 @@ def narrow_gemv_kernel(
         a += q * _tokens(x, x_scale, at, K, X_GROUP, kind)
         if ROWS > 1:
             b += q * _tokens(x + x_stride, x_scale + x_scale_stride, at, K, X_GROUP, kind)
-    _put(out, n, N, tl.sum(a, 1), scale, x_scale, added, K, X_GROUP, groups)
+    y = tl.sum(a, 1).to(tl.float32) * of_a * of_n + added
+    tl.store(out + n, y.to(out.dtype.element_ty), mask=n < N)
     if ROWS > 1:
-        second = x_scale + x_scale_stride
-        _put(out + N, n, N, tl.sum(b, 1), scale, second, added, K, X_GROUP, groups)
+        y = tl.sum(b, 1).to(tl.float32) * of_b * of_n + added
+        tl.store(out + N + n, y.to(out.dtype.element_ty), mask=n < N)
 
 
 @triton.jit
@@ -178,31 +188,30 @@ def quantizing_gemv_kernel(
     """
     k = tl.arange(0, BLOCK_K)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    w = _kept_block(weight, n, k, N, K)
+    w, of = _kept_block(weight, scale, n, k, N, K)
     wait(OVERLAP)
     a, of_a = _as_e4m3(tl.load(x + k, mask=k < K, other=0.0).to(tl.float32))
     a = a.to(tl.float32)[None, :]
-    _put_kept(w, n, a, of_a, scale, bias, out, N, HAS_BIAS)
+    _put_kept(w, of, n, a, of_a, bias, out, N, HAS_BIAS)
     if ROWS > 1:
         b, of_b = _as_e4m3(tl.load(x + x_stride + k, mask=k < K, other=0.0).to(tl.float32))
         b = b.to(tl.float32)[None, :]
-        _put_kept(w, n, b, of_b, scale, bias, out + N, N, HAS_BIAS)
+        _put_kept(w, of, n, b, of_b, bias, out + N, N, HAS_BIAS)
     # Not asked for an iteration ahead: bytes that are kept over one take a register each. There are
     # other programs to multiply meanwhile.
     for block in range(
         tl.program_id(0) + tl.num_programs(0), tl.cdiv(N, BLOCK_N), tl.num_programs(0)
     ):
         n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        w = _kept_block(weight, n, k, N, K)
-        _put_kept(w, n, a, of_a, scale, bias, out, N, HAS_BIAS)
+        w, of = _kept_block(weight, scale, n, k, N, K)
+        _put_kept(w, of, n, a, of_a, bias, out, N, HAS_BIAS)
         if ROWS > 1:
-            _put_kept(w, n, b, of_b, scale, bias, out + N, N, HAS_BIAS)
+            _put_kept(w, of, n, b, of_b, bias, out + N, N, HAS_BIAS)
 
 
 @triton.jit
-def _put_kept(w, n, x, of_x, scale, bias, out, N: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _put_kept(w, of, n, x, of_x, bias, out, N: tl.constexpr, HAS_BIAS: tl.constexpr):
     """Results [n] of a block of the weight [n k] by a row [1 k] float32, to their place."""
-    of = tl.load(scale + n, mask=n < N, other=0.0)
     y = tl.sum(w.to(tl.float32) * x, 1) * of_x * of
     if HAS_BIAS:
         y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
@@ -210,11 +219,12 @@ def _put_kept(w, n, x, of_x, scale, bias, out, N: tl.constexpr, HAS_BIAS: tl.con
 
 
 @triton.jit
-def _kept_block(weight, n, k, N: tl.constexpr, K: tl.constexpr):
-    """A block of whole rows of a weight."""
+def _kept_block(weight, scale, n, k, N: tl.constexpr, K: tl.constexpr):
+    """(a block of whole rows of a weight, their scales)."""
     place = weight + n.to(tl.int64)[:, None] * K + k[None, :]
     mask = (n < N)[:, None] & (k < K)[None, :]
-    return tl.load(place, mask=mask, other=0.0, eviction_policy="evict_first")
+    w = tl.load(place, mask=mask, other=0.0, eviction_policy="evict_first")
+    return w, tl.load(scale + n, mask=n < N, other=0.0)
 
 
 @triton.jit
@@ -277,19 +287,6 @@ def _narrowed(y, FP8: tl.constexpr):
     else:
         clipped = tl.minimum(tl.maximum(y, -INT8_MAX), INT8_MAX)
         return tl.where(y == y, (clipped + NEAREST) - NEAREST, 0.0).to(tl.int8)
-
-
-@triton.jit
-def _put(
-    out, n, N: tl.constexpr, total, scale, x_scale, added, K: tl.constexpr, X_GROUP: tl.constexpr,
-    groups: tl.constexpr,
-):  # fmt: skip
-    y = total.to(tl.float32)
-    if X_GROUP == K:
-        y = y * tl.load(x_scale)
-    if groups == 1:
-        y = y * tl.load(scale + n, mask=n < N, other=0.0)
-    tl.store(out + n, (y + added).to(out.dtype.element_ty), mask=n < N)
 
 
 @triton.jit(do_not_specialize=["rows"])

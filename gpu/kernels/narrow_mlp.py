@@ -14,12 +14,12 @@ from ...ops.reference.narrow import FP8_UNITS
 from .launch import capability, config, overlap, power_of_2, triton_kernel
 from .narrow import (
     UNITS_CAPABILITY,
-    Product,
     fragments,
     fragments_take,
     linear_fp8,
     linear_fp8_units,
     linear_grouped,
+    prepared,
     refused_groups,
     takes_grouped,
     takes_quantised,
@@ -195,10 +195,8 @@ def _gated(
 ) -> torch.Tensor:
     """silu(gate) * up [row inter] of (gate, up), the product of x with a weight [2 inter k]."""
     rows, inter = x.shape[0], weight.shape[0] // 2
-    x, weight = (y if y.stride(1) == 1 else y.contiguous() for y in (x, weight))
-    scale, zero, bias = (None if y is None else y.contiguous() for y in (scale, zero, bias))
     out = torch.empty((rows, inter), dtype=x.dtype, device=x.device)
-    asked = Product(x, weight, scale, zero, None, bias, kind, out)
+    asked = prepared(x, weight, scale, zero, None, bias, kind, out)
     if rows and fragments_take(asked):
         fragments(asked, gated=True)
         return out

@@ -767,6 +767,12 @@ def _narrow_expert_cases(dtype: str) -> Iterator[Case]:
     some["experts"][::2, 1] = -1
     some["experts"][5:], some["weights"][5:] = -1, 0.0
     yield Case("choices of no expert", given | some)
+    # Magnitudes add up over all entries, what tells one activation from the other does not: with
+    # few of them it is seen in float16 too.
+    few = {"x": normal(rng, dtype, 7, 16), "kind": "fp8", "alpha": 0.0, "limit": 0.0, "gelu": True}
+    for name, n in (("gate_up", 32), ("down", 16)):
+        few |= _named(name, _narrow(rng, "fp8", dtype, 1, 5, n, 16), None)
+    yield Case("few entries", few | _chosen(logits, 1, True))
 
 
 def _named(name: str, narrow: Arguments, bias: Any) -> Arguments:

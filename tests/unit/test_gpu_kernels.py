@@ -315,6 +315,24 @@ def test_triton_narrow_experts_of_few_tokens(kernels, device, tokens, kind):
         judge("moe_experts_narrow", arguments, device)
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_triton_narrow_experts_of_many_tokens(kernels, device, kind):
+    """Blocks of 128 rows, the last of which are not full: the weight of fp8 is the left operand."""
+    rng, (dim, inter, experts, tokens) = np.random.default_rng(3), (96, 80, 2, 140)
+    assert kernels.config("moe_narrow_product", "bfloat16", "fp8/128", "128")["left"] == 1
+    arguments = {
+        "x": normal(rng, "bfloat16", tokens, dim),
+        "kind": kind,
+        "alpha": 0.0,
+        "limit": 0.0,
+    }
+    for name, n, k in (("gate_up", 2 * inter, dim), ("down", dim, inter)):
+        arguments |= _named(name, _narrow(rng, kind, "bfloat16", 1, experts, n, k), None)
+    chosen = _chosen(rng.normal(size=(tokens, experts)), 2, True)
+    chosen["experts"][::3, 1] = -1
+    judge("moe_experts_narrow", arguments | chosen, device)
+
+
 @pytest.mark.parametrize(
     ("tokens", "top_k", "alpha"),
     [(1, 4, 1.702), (2, 3, 0.0), (4, 3, 0.0), (9, 4, 1.702), (15, 4, 0.0)],

@@ -309,7 +309,7 @@ def test_mlp_of_narrow_weights_compiles(compiled, rows, kind, zeros):
         assert compiled == [product, "act_and_mul_kernel", product]
 
 
-@pytest.mark.parametrize("tokens", [2, 20, 50, 100, 300])
+@pytest.mark.parametrize("tokens", [2, 20, 50, 100, 300, 1200])
 @pytest.mark.parametrize(
     ("kind", "group", "act"),
     [
