@@ -26,6 +26,13 @@ from openai.types.responses import response_create_params as response_params
 
 from twinfer.serving.cli import main
 from twinfer.serving.llm import LLM
+from twinfer.serving.server.fields import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from twinfer.serving.server.responses import ResponsesRequest
 from twinfer.serving.server.trial import COMPILE_S
 from twinfer.shared.sampling_params import SamplingParams
 
@@ -792,7 +799,9 @@ def _method(client, path):
 
 @pytest.mark.parametrize("path", CALLS)
 def test_every_parameter_of_the_client(path, client, server):
-    """Taken, or refused by its name; by the one client and the asynchronous one, streamed or not."""
+    """Taken, or refused by its name; by the one client and the asynchronous one, each streamed and
+    not.
+    """
     unknown = server.metric("unknown_fields_total")
 
     def check(name, error, answer):
@@ -803,29 +812,36 @@ def test_every_parameter_of_the_client(path, client, server):
             assert error is None, (name, error)
             assert answer, name
 
-    for name, body in _bodies(path):
-        error = answer = None
-        if name != "stream_options":
-            try:
-                answer = _method(client, path)(**body)
-            except openai.BadRequestError as refused:
-                error = refused
-            check(name, error, answer)
+    def ways():
+        """With `stream` and without it, but for what a stream alone may have."""
+        for name, body in _bodies(path):
+            yield name, body | {"stream": True}
+            if name != "stream_options":
+                yield name, body
 
-    async def stream(other, name, body):
-        error, events = None, []
+    for name, body in ways():
+        error = answer = None
         try:
-            async for event in await _method(other, path)(**body, stream=True):
-                events.append(event)
+            answer = _method(client, path)(**body)
+            answer = list(answer) if "stream" in body else answer
         except openai.BadRequestError as refused:
             error = refused
-        check(name, error, events)
+        check(name, error, answer)
+
+    async def ask(other, name, body):
+        error = answer = None
+        try:
+            answer = await _method(other, path)(**body)
+            answer = [event async for event in answer] if "stream" in body else answer
+        except openai.BadRequestError as refused:
+            error = refused
+        check(name, error, answer)
 
     async def all_of_them():
         async with openai.AsyncOpenAI(
             base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
         ) as other:
-            await asyncio.gather(*(stream(other, *one) for one in _bodies(path)))
+            await asyncio.gather(*(ask(other, *one) for one in ways()))
 
     asyncio.run(all_of_them())
     assert server.metric("unknown_fields_total") == unknown
@@ -909,14 +925,35 @@ def test_helpers_of_the_client(server, client):
     asyncio.run(others())
 
 
-def test_error_types_of_the_client(client):
-    with pytest.raises(openai.NotFoundError):
+def test_error_types_of_the_client(server, client):
+    with pytest.raises(openai.NotFoundError) as error:
         client.completions.create(model="other", prompt="x")
+    assert error.value.code == "model_not_found"
+    with pytest.raises(openai.APIStatusError) as error:
+        client.completions.create(model="demo", prompt="x" * (33 << 20))
+    assert error.value.status_code == 413
+    with pytest.raises(openai.APITimeoutError), server.openai(timeout=0.05) as hasty:
+        hasty.completions.create(model="demo", prompt="x", n=16, max_tokens=400)
     with pytest.raises(openai.BadRequestError) as error:
         client.completions.create(model="demo", prompt="x", temperature=50)
     assert error.value.param == "temperature"
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model="demo", input="x")
+
+    async def others():
+        options = {"base_url": f"{server.url}/v1", "api_key": "none", "max_retries": 0}
+        async with openai.AsyncOpenAI(**options) as other:
+            for stream in (False, True):
+                with pytest.raises(openai.NotFoundError):
+                    await other.completions.create(model="other", prompt="x", stream=stream)
+                with pytest.raises(openai.BadRequestError) as error:
+                    await other.responses.create(
+                        model="demo", input="x", temperature=50, stream=stream
+                    )
+                assert error.value.param == "temperature"
+
+    asyncio.run(others())
+    assert server.idle()
 
 
 def test_bodies_that_are_no_requests(server):
@@ -1166,6 +1203,7 @@ LIKELY = {
     "cache_salt": st.text(max_size=300), "skip_special_tokens": st.booleans(),
     "include_stop_str_in_output": st.booleans(), "return_token_ids": st.booleans(),
     "return_tokens_as_token_ids": st.booleans(), "add_special_tokens": st.booleans(),
+    "best_of": st.integers(-1, 5), "model": st.sampled_from(["demo", "", "x\0"]) | NUMBER,
 }  # fmt: skip
 
 
@@ -1183,45 +1221,71 @@ MESSAGE = st.fixed_dictionaries(
     {},
     optional={"role": ROLE, "content": st.text(max_size=5) | ANY, "tool_calls": ANY, "type": ANY},
 )
+OPTIONS = st.fixed_dictionaries(
+    {}, optional={"include_usage": st.booleans() | ANY, "continuous_usage_stats": st.booleans()}
+)
+FORM = st.fixed_dictionaries(
+    {},
+    optional={
+        "regex": st.sampled_from(["[ab]{2}", "("]) | ANY, "choice": st.lists(LEAF, max_size=2),
+        "json": st.dictionaries(st.sampled_from(["type", "enum", "anyOf", "x"]), ANY, max_size=2),
+        "grammar": st.text(max_size=9), "json_object": st.booleans(), "x": ANY,
+    },
+)  # fmt: skip
+LIKELY |= {"stream_options": OPTIONS | ANY, "structured_outputs": FORM | ANY}
 COMMON = {
     name: one for name, one in LIKELY.items()
-    if name not in ("prompt", "n", "max_tokens", "logprobs", "echo", "prompt_logprobs")
+    if name not in ("prompt", "n", "max_tokens", "logprobs", "echo", "prompt_logprobs", "best_of")
 }  # fmt: skip
 IN_CHATS = COMMON | {
     "messages": st.lists(MESSAGE, max_size=3) | ANY, "tools": st.lists(TOOL, max_size=2) | ANY,
     "tool_choice": CHOICE | ANY, "response_format": ANY, "logprobs": st.booleans(),
     "top_logprobs": NUMBER, "n": st.integers(-1, 4), "max_tokens": st.integers(-1, 3),
     "chat_template_kwargs": ANY, "parallel_tool_calls": st.booleans() | ANY,
-    "reasoning_effort": ANY, "modalities": ANY, "structured_outputs": ANY,
+    "reasoning_effort": ANY, "modalities": ANY, "max_completion_tokens": st.integers(-1, 3),
     "continue_final_message": st.booleans(), "add_generation_prompt": st.booleans(),
 }  # fmt: skip
 IN_RESPONSES = COMMON | {
     "input": st.text(max_size=5) | st.lists(MESSAGE, max_size=3) | ANY, "instructions": ANY,
     "tools": st.lists(TOOL, max_size=2) | ANY, "tool_choice": CHOICE | ANY, "text": ANY,
-    "reasoning": ANY, "truncation": ANY, "n": NUMBER, "what": ANY, "structured_outputs": ANY,
+    "reasoning": ANY, "truncation": ANY, "n": NUMBER, "what": ANY, "metadata": ANY,
+    "include": st.lists(st.just("message.output_text.logprobs") | LEAF, max_size=2) | ANY,
+    "max_output_tokens": st.integers(-1, 3), "parallel_tool_calls": st.booleans() | ANY,
+    "top_logprobs": NUMBER,
 }  # fmt: skip
+IN_TOKENIZE = {name: LIKELY[name] for name in ("prompt", "model", "add_special_tokens")}
+IN_DETOKENIZE = {"tokens": st.lists(NUMBER, max_size=4) | ANY, "model": LIKELY["model"]}
 FUZZ = {
-    "/v1/completions": ({"prompt": "x", "max_tokens": 2}, LIKELY),
-    "/v1/chat/completions": ({"messages": MESSAGES, "max_tokens": 2}, IN_CHATS),
-    "/v1/responses": ({"input": "x", "max_output_tokens": 2}, IN_RESPONSES),
-    "/tokenize": ({"messages": MESSAGES}, IN_CHATS),
+    "/v1/completions": ({"prompt": "x", "max_tokens": 2}, LIKELY, CompletionRequest),
+    "/v1/chat/completions": ({"messages": MESSAGES, "max_tokens": 2}, IN_CHATS, ChatRequest),
+    "/v1/responses": ({"input": "x", "max_output_tokens": 2}, IN_RESPONSES, ResponsesRequest),
+    "/tokenize": ({"prompt": "x"}, IN_TOKENIZE, TokenizeRequest),
+    "/tokenize of a chat": ({"messages": MESSAGES}, IN_CHATS, ChatRequest),
+    "/detokenize": ({"tokens": [5]}, IN_DETOKENIZE, DetokenizeRequest),
 }
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def _ask_anything(client, path, data):
-    usual, likely = FUZZ[path]
+    usual, likely, _ = FUZZ[path]
     change = data.draw(st.dictionaries(st.sampled_from(sorted(likely)), st.none(), max_size=5))
     body = usual | {name: data.draw(likely[name]) for name in change}
-    answer = client.post(path, json=body)
-    assert answer.status_code in (200, 400), (answer.status_code, answer.text)
-    if answer.status_code == 400:
+    answer = client.post(path.partition(" ")[0], json=body)
+    assert answer.status_code in (200, 400, 404), (answer.status_code, answer.text)
+    if answer.status_code != 200:
         error = answer.json()["error"]
+        assert (answer.status_code == 404) == (error["code"] == "model_not_found")
         names = [part.strip() for part in error["param"].split(",")]
         assert any(name.split("[")[0].split(".")[0] in body for name in names), (body, error)
     told = answer.text.replace('"error":null', "")
-    assert '"error"' not in told or answer.status_code == 400
+    assert '"error"' not in told or answer.status_code != 200
+
+
+@pytest.mark.parametrize("path", FUZZ)
+def test_the_fuzz_below_has_every_field(path):
+    _, likely, kind = FUZZ[path]
+    assert set(kind.model_fields) <= set(likely)
 
 
 @pytest.mark.parametrize("path", FUZZ)

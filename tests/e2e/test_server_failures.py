@@ -117,12 +117,27 @@ def test_a_cache_that_is_too_small_makes_some_give_way_and_changes_nothing():
     "number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.slow)]
 )
 def test_an_engine_that_is_killed(number):
-    with served(*FLAGS) as server:
+    """Streams end with an error, which OpenAI's client raises; a response with its own event."""
+    with served(*FLAGS) as server, server.openai() as client:
         stream = Stream(server)
+        call = {"model": "demo", "stream": True, "extra_body": {"ignore_eos": True}}
+        turns = [{"role": "user", "content": "x"}]
+        chat = iter(client.chat.completions.create(messages=turns, max_tokens=900, **call))
+        text = iter(client.completions.create(prompt="x", max_tokens=900, **call))
+        response = iter(client.responses.create(input="x", max_output_tokens=900, **call))
+        for events in (chat, text, response):
+            assert next(events)
         assert stream.begun.wait(20)
         os.kill(server.engine_pid(), number)
         stream.join(10)
         assert '"error"' in stream.lines[-2]
+        for events in (chat, text):
+            with pytest.raises(openai.APIError) as error:
+                list(events)
+            assert error.value.code == "engine_unavailable"
+        *_, last = response
+        assert last.type == "response.failed"
+        assert last.response.error.message
         assert server.wait_exit() == 70
         assert "by signal" in server.log
 
@@ -266,6 +281,10 @@ def test_a_drain_lets_requests_end_and_takes_no_more():
             assert answer.headers["retry-after"]
             assert client.post("/v1/completions", json=BODY).status_code == 503
             assert client.get("/health").status_code == 200
+        with server.openai() as known, pytest.raises(openai.InternalServerError) as error:
+            known.completions.create(model="demo", prompt="x")
+        assert error.value.status_code == 503
+        assert error.value.response.headers["retry-after"]
         stream.join(30)
         assert stream.lines[-1] == "data: [DONE]"
         assert '"length"' in stream.lines[-2]
@@ -602,9 +621,17 @@ def _anything(random):
 
 async def _ask_and_leave(client, body, patience):
     """Whether the answer came before its client left."""
+    clock = asyncio.get_running_loop()
     try:
-        async with asyncio.timeout(patience):
-            async with client.stream("POST", "/v1/completions", json=body) as answer:
+        async with asyncio.timeout(None) as limit:
+
+            async def trace(name, info):
+                # A call that is cancelled while it connects may leave its connection open.
+                if name == "http11.send_request_headers.started" and patience is not None:
+                    limit.reschedule(clock.time() + patience)
+
+            options = {"json": body, "extensions": {"trace": trace}}
+            async with client.stream("POST", "/v1/completions", **options) as answer:
                 async for line in answer.aiter_lines():
                     assert not line.startswith('data: {"error"')
                 return answer.status_code == 200

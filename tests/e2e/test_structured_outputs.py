@@ -215,6 +215,28 @@ def test_company_preemption_and_overlap_change_nothing(few, llm, monkeypatch):
             assert not other.engine._matched
 
 
+@pytest.mark.slow
+def test_both_workers_give_bound_texts_the_same_tokens_beside_32_free_ones():
+    """All in one batch, and alone."""
+    forms = [
+        {"json": SCHEMA},
+        {"regex": "[0-9]{3}-[a-f]{20}"},
+        {"choice": ["yes", "no", "maybe not"]},
+        {"json_object": True},
+        {"grammar": 'start: "[" /[ab]/ ("," /[ab]/)~1..20 "]"'},
+    ]
+    bound = [params(form, seed=i) for i, form in enumerate(forms)]
+    free = [SamplingParams(max_tokens=130, seed=100 + i, ignore_eos=True) for i in range(32)]
+    found = []
+    for backend in ("torch", "jax"):
+        options = SIZES | {"backend": backend, "device": "cpu", "max_num_seqs": 40}
+        with LLM("demo", progress=False, **options) as llm:
+            mixed = [output.token_ids for output in texts(llm, bound + free)]
+            assert [texts(llm, [one])[0].token_ids for one in bound] == mixed[: len(bound)]
+            found.append(mixed)
+    assert found[0] == found[1]
+
+
 def test_a_mask_that_is_a_step_late_is_seen(llm, monkeypatch):
     """Else the tests above could not fail."""
     advance, kept = Grammars.advance, []
