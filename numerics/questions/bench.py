@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from ...bucketing import Table
-from ...shared.config import resolve
+from ...shared.config import DeviceInfo, ResolvedConfig, resolve
 from ...shared.errors import InternalError
 from ...shared.models.caches import layout_of, step_shape
+from ...shared.models.config import ModelConfig
 from ...shared.packer import pack
 from ...shared.page_groups import PageGroup, longest, pages_for
 from ...shared.progress import silent
@@ -33,6 +34,8 @@ from ..sides.steps import by_group, real_tokens
 from ..sides.subject import Subject, Target
 
 Change = Callable[[StepInput], StepInput]
+Create = Callable[[ModelConfig, ResolvedConfig, DeviceInfo, str], Worker]
+"""What makes a worker: `create_worker`, or what the self-test has in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,7 @@ class Bench:
 
     def __init__(
         self, subject: Subject, target: Target, lengths: Sequence[int], fault: Fault | None = None,
-        **options: Any
+        create: Create = create_worker, **options: Any
     ) -> None:  # fmt: skip
         """A cache that holds requests of up to `lengths` tokens at once, in the page groups of an
         engine; `options` are engine options. Raises ConfigError, ModelError, BackendUnavailable.
@@ -102,7 +105,7 @@ class Bench:
         self.pages = sum(self.pages_of(length) for length in lengths)
         with planted(target.backend, fault), faulty_checkpoint(subject, fault) as held:
             resolved = replace(self.config, load_format=held.load_format)
-            self.worker: Worker = create_worker(subject.model, resolved, device, held.folder)
+            self.worker: Worker = create(subject.model, resolved, device, held.folder)
             self.worker.load(silent)
             self.worker.allocate_kv(self.pages)
             self.worker.warm_up(self.table, silent)

@@ -20,6 +20,7 @@ from ...ops.testing import limits
 from ...shared.errors import ConfigError, TwinferError
 from ...shared.models import decoder
 from ...shared.models.caches import CacheLayout
+from ...shared.worker import create_worker
 from ..errors import EQUAL, FAILED
 from ..judging.amplification import TRIES, amplification
 from ..judging.gates import (
@@ -43,7 +44,7 @@ from ..sides.reference import Reference, storage_dtype
 from ..sides.steps import pages_of, real_tokens
 from ..sides.subject import HostWeights, Subject, Target
 from ..sides.taps import Tracer
-from .bench import Bench, Change, Rows, Schedule, permuted_pages
+from .bench import Bench, Change, Create, Rows, Schedule, permuted_pages
 
 SPARE = 8
 """Tokens that a request may grow by when it runs free."""
@@ -126,14 +127,15 @@ class Lab:
 
     def __init__(
         self, subject: Subject, target: Target, prompts: Sequence[np.ndarray], fault: Fault | None,
-        breaks: Sequence[str],
+        breaks: Sequence[str], create: Create = create_worker,
     ) -> None:  # fmt: skip
         self.subject, self.target, self.prompts, self.fault = subject, target, prompts, fault
+        self.create = create
         # As few pages as hold everything: each run begins with other tokens all over them.
         self.lengths = [len(p) + SPARE for p in prompts]
         # One short prompt alone would have one page, in which nothing can be preempted.
         self.lengths[0] = max(self.lengths[0], subject.page_size + SPARE)
-        self.bench = Bench(subject, target, self.lengths, fault)
+        self.bench = Bench(subject, target, self.lengths, fault, create)
         self.broken = {name: BREAKS[name](self) for name in breaks}
         self.usual = self.bench.logits(Schedule(), prompts)
 
@@ -152,7 +154,7 @@ class Lab:
         """The usual schedule on another worker: its logits, or, not `usual`, what `execute`
         gives.
         """
-        bench = Bench(self.subject, self.target, self.lengths, self.fault, **options)
+        bench = Bench(self.subject, self.target, self.lengths, self.fault, self.create, **options)
         try:
             schedule = Schedule(change=self.change(relation, None))
             return (
@@ -593,12 +595,12 @@ def _place(key: tuple[int, int]) -> str:
 def check_invariants(
     subject: Subject, target: Target, prompts: Sequence[np.ndarray], *, names: Sequence[str] = (),
     modes: Sequence[Mode] = ("S", "P"), fault: Fault | None = None, breaks: Sequence[str] = (),
-    progress: Progress = silent,
+    create: Create = create_worker, progress: Progress = silent,
 ) -> InvariantsReport:  # fmt: skip
     """Check relations (`names`; none: all that apply and are not costly) on `target`.
 
-    `fault` is planted in the worker; `breaks` are relations that are broken on purpose. Raises
-    ConfigError.
+    `fault` is planted in the worker; `breaks` are relations that are broken on purpose; `create`
+    makes the workers. Raises ConfigError.
     """
     for name in (*names, *breaks):
         if name not in RELATIONS:
@@ -610,7 +612,7 @@ def check_invariants(
     for mode in modes:
         where = subject.for_mode(mode)
         progress(f"mode {mode}: loading")
-        lab = Lab(where, target, prompts, fault, breaks)
+        lab = Lab(where, target, prompts, fault, breaks, create)
         report.environment = {"model": subject.name, "dtype": subject.dtype} | describe_side(
             target, lab.bench.worker.device, lab.bench.worker.plans()
         )

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from ...shared.config import ResolvedConfig
 from ...shared.errors import ConfigError
@@ -37,7 +36,6 @@ from ..sides.fault import Fault
 from ..sides.side import open_sides
 from ..sides.steps import default_prompts, make_steps
 from ..sides.subject import Subject, Target, name_sides
-from . import bench
 from .exact import ExactComparison
 from .invariants import check_invariants
 from .model import Comparison
@@ -289,7 +287,7 @@ class _Engine:
     def run(self, seed: int, fault: EngineFault | None = None) -> Iterator[str]:
         """What the invariants say of the prompts of a seed."""
 
-        def create(model: ModelConfig, config: ResolvedConfig, *rest: Any) -> Planted:
+        def create(model: ModelConfig, config: ResolvedConfig, *rest: Any) -> Any:
             key = config.page_groups
             if key not in self.planted:
                 groups = layout_of(model, config).groups
@@ -298,10 +296,9 @@ class _Engine:
             return self.planted[key]
 
         prompts = default_prompts(self.subject, seed)
-        with patch.object(bench, "create_worker", create):
-            report = check_invariants(
-                self.subject, self.target, prompts, names=RELATIONS, modes=("S",)
-            )
+        report = check_invariants(
+            self.subject, self.target, prompts, names=RELATIONS, modes=("S",), create=create
+        )
         yield from (f"{result.relation}: {result.complaints[0]}" for result in report.failures)
         if fault is None:
             yield from report.missing

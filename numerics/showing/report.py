@@ -314,7 +314,7 @@ def _chart(findings: Sequence[Record], sides: Sequence[str], mode: str) -> dict[
         if mode == "P" else "relative error by layer",
         "band_name": "sigma 0.95 to 1.05" if mode == "P" else "up to the gate of one layer",
         "y": [(y(tick), f"{tick:g}") for tick in _ticks(low, high, log)],
-        "x": [(x(layer), layer) for layer in layers[:: max(1, len(layers) // 16)]],
+        "x": [(x(layer), _row_name(layer)) for layer in layers[:: max(1, len(layers) // 16)]],
     }  # fmt: skip
 
 

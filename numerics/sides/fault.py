@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+from typing import Any, cast
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -166,13 +165,14 @@ def _marked(model: Model, layer: int) -> Model:
 @contextmanager
 def planted(backend: str, fault: Fault | None) -> Iterator[None]:
     """Let a worker have a fault in its plans and tables that is made, loaded and compiled within
-    the block. Weights are changed by `faulty_checkpoint`.
+    the block, in which the functions that workers ask for them are others. Weights are changed by
+    `faulty_checkpoint`.
     """
     if fault is None:
         yield
         return
-    module, index = backend_module(backend), fault.layer
-    make_plans, model_of, tables = module.make_plans, decoder.model_of, decoder.rotary_tables
+    module, models, index = backend_module(backend), cast(Any, decoder), fault.layer
+    make_plans, model_of, tables = module.make_plans, models.model_of, models.rotary_tables
     change = fault.tables
 
     def with_marked_layer(config: ModelConfig) -> Model:
@@ -187,12 +187,13 @@ def planted(backend: str, fault: Fault | None) -> Iterator[None]:
         # Of one position they are only looked at for their shapes, when plans are made.
         return right if change is None or positions == 1 else change(*right)
 
-    with (
-        patch.object(module, "make_plans", plans_with_fault if fault.ops else make_plans),
-        patch.object(decoder, "model_of", with_marked_layer if fault.ops else model_of),
-        patch.object(decoder, "rotary_tables", changed_tables),
-    ):
+    try:
+        if fault.ops:
+            module.make_plans, models.model_of = plans_with_fault, with_marked_layer
+        models.rotary_tables = changed_tables
         yield
+    finally:
+        module.make_plans, models.model_of, models.rotary_tables = make_plans, model_of, tables
 
 
 @contextmanager

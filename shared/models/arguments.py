@@ -43,5 +43,7 @@ def settle_model(arguments: argparse.Namespace, words: list[str]) -> list[str]:
         raise ConfigError("model: none given; name it first, or with --model")
     if names[1:] and names[0] != names[1]:
         raise ConfigError(f"model: got {names[0]} and --model {names[1]}, one is allowed")
+    # The word is not a second name for whoever writes the command down.
     arguments.model = names[0]
+    setattr(arguments, WORD, None)
     return words

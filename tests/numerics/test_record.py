@@ -21,6 +21,7 @@ from twinfer.numerics.questions.selftest import FaultResult, SelfTest
 from twinfer.numerics.showing.junit import suite_xml
 from twinfer.numerics.showing.report import page, read_record
 from twinfer.serving.cli import main
+from twinfer.shared.models.arguments import settle_model
 
 CULPRIT = Culprit(3, "layer", "rms_norm", "rms_norm", "native", "sigma 1.4")
 REPORTS = {
@@ -126,6 +127,15 @@ def test_the_command_asks_for_the_same_again(words):
     text = command(parser.parse_args(words))
     again = parser.parse_args(shlex.split(text)[2:])
     assert vars(again) == vars(parser.parse_args(words))
+
+
+def test_a_model_is_named_once():
+    parser = argparse.ArgumentParser()
+    add_parsers(parser)
+    arguments = parser.parse_args(["check", "demo", "--a", "torch:cpu", "--b", "jax:cpu"])
+    settle_model(arguments, [])
+    wanted = "twinfer numerics check --model demo --a torch:cpu --b jax:cpu"
+    assert command(arguments) == wanted
 
 
 @pytest.mark.parametrize("kind", [kind for kind in records.KINDS if kind != "quantization"])

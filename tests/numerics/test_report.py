@@ -96,6 +96,12 @@ def test_the_layer_with_the_fault_is_marked_and_none_before_it(record):
     assert len(rows) == 2 * 2 * 4  # modes, sides, and rows: embed, two layers, end
 
 
+def test_axes_name_what_is_before_the_layers(record):
+    text = page(record)
+    assert re.search(r'text-anchor="middle">embed</text>', text)
+    assert not re.search(r'text-anchor="middle">-1</text>', text)
+
+
 def test_an_equal_result_is_good(small_model):
     diff = run(small_model, modes=("P",))
     text = page(json.loads(diff.dumps()))

@@ -262,6 +262,28 @@ def test_logprobs_are_judged_together_and_one_by_one():
     assert any("bad" in c for c in judge_rows(one, "P", 0, **ABOUT).complaints)
 
 
+@pytest.mark.parametrize(
+    ("positions", "own", "first_wrong", "is_wrong"),
+    [
+        (1, 0.005, "", False),
+        (2, 0.005, "", False),
+        (3, 0.005, "", True),  # as many are no luck
+        (1, 0.1, "", True),  # wrong behind the stream that the engine had
+        (1, None, "", True),  # no pass is known that finished it
+        (1, 0.005, "layer.1", True),  # what carried the error is wrong itself
+    ],
+)
+def test_a_position_of_little_noise_is_judged_by_the_stream_of_the_engine(
+    positions, own, first_wrong, is_wrong
+):
+    rng = np.random.default_rng(0)
+    right = [Row(f"p{i}", rng.normal(size=8) * 0.01, 0.01) for i in range(100)]
+    by_own = () if own is None else (Row("own", np.full(8, own), 0.01),)
+    off = [Row(f"off{i}", np.full(8, 0.06), 0.01, own=by_own) for i in range(positions)]
+    found = judge_rows([*right, *off], "P", 0, first_wrong, **ABOUT)
+    assert any("off" in text for text in found.complaints) is is_wrong
+
+
 def streams(error, layers=2, tokens=20, dim=16):
     """Streams whose error is `error` [layer + 1, tok] times their noise."""
     rng = np.random.default_rng(0)

@@ -25,6 +25,8 @@ SOURCES = sorted(
 )
 
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+TEST_MODULES = {"unittest", "pytest", "hypothesis"}
+MAY_USE_PYTEST = {"numerics/pytest_plugin.py"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "send_pyobj", "recv_pyobj"}
 
 
@@ -131,6 +133,40 @@ def test_sources_execute_no_data_and_assert_nothing():
         for line, what in offences(ast.parse(path.read_text()))
     ]
     assert not found, "\n".join(found)
+
+
+def imports(path: Path) -> Iterator[tuple[str, str]]:
+    """(module, name) of everything that a file imports, dots left out."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def test_product_code_uses_no_test_tools():
+    found = {
+        relative(path)
+        for path in SOURCES
+        for module, _ in imports(path)
+        if module.split(".")[0] in TEST_MODULES
+    }
+    assert found - MAY_USE_PYTEST == set()
+
+
+def test_numerics_has_no_engine_of_its_own():
+    """What it judges is what workers and engines execute (docs/adr/0018), made in few places."""
+    found: dict[str, set[str]] = {"create_worker": set(), "Engine": set()}
+    for path in (ROOT / "numerics").rglob("*.py"):
+        for module, name in imports(path):
+            first = module.split(".")[0] or name
+            assert first not in {"gpu", "tpu", "xla"}, f"{relative(path)} imports {first}"
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                found.get(node.func.id, set()).add(path.name)
+    # A side of a comparison, and the self-test's, which spoils what a worker keeps.
+    assert found["create_worker"] == {"side.py", "selftest.py"}
+    assert found["Engine"] == {"serving.py"}
 
 
 def test_structure_document_names_every_room():
