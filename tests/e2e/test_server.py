@@ -253,6 +253,8 @@ ENDLESS = [
     {"regex": "a?" * 20_000},
     {"grammar": "start: T18\nT0: /.*/\n" + "".join(f"T{i + 1}: T{i} T{i}\n" for i in range(18))},
     {"json": {"allOf": [{"type": "string", "pattern": f"x{i}"} for i in range(60)]}},
+    {"regex": "(((((a{9}){9}){9}){9}){9}){9}"},
+    {"json": {"type": "integer", "multipleOf": 7919 * 7907, "maximum": 10**18}},
 ]
 
 
