@@ -68,7 +68,8 @@ def hash_compiler() -> None:
 def compile_together(noted: Noted, progress: Callable[[int], None]) -> None:
     """Compile what was noted on all cores, and load it; the first launch of each then finds it.
 
-    What fails here is compiled at its first launch, or fails for good there, where its error
+    What fails is tried once more by itself: a kernel that compiles was seen to fail beside others.
+    What fails again is compiled at its first launch, or fails for good there, where its error
     belongs.
     """
 
@@ -77,9 +78,16 @@ def compile_together(noted: Noted, progress: Callable[[int], None]) -> None:
         # quarter of a second.
         kernel.preload(data).run  # noqa: B018
 
+    failed = []
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-        work = {pool.submit(make, kernel, data): kernel for (_, data), kernel in noted.items()}
+        work = {pool.submit(make, k, data): (k, data) for (_, data), k in noted.items()}
         for done, made in enumerate(as_completed(work)):
             if (error := made.exception()) is not None:
-                LOG.info("%s is not compiled yet: %r", work[made], error)
+                failed.append(work[made])
+                LOG.debug("%s, beside others: %r, from %r", work[made][0], error, error.__cause__)
             progress(done + 1)
+    for kernel, data in failed:
+        try:
+            make(kernel, data)
+        except Exception as error:
+            LOG.info("%s is not compiled yet: %r, from %r", kernel, error, error.__cause__)

@@ -382,6 +382,25 @@ def test_noted_kernels_are_those_that_are_launched(driver, kind, caplog):
     assert driver.launches == [kernel.fn.__name__ for kernel in noted.values()]
 
 
+@pytest.mark.parametrize("failures", [0, 1, 2])
+def test_what_fails_beside_others_is_compiled_once_more(failures, caplog):
+    from twinfer.gpu.precompile import compile_together
+
+    asked = []
+
+    def preload(data):
+        asked.append(data)
+        if len(asked) <= failures:
+            raise RuntimeError("beside others") from ValueError("the cause")
+        return SimpleNamespace(run=None)
+
+    with caplog.at_level("INFO", "twinfer.gpu"):
+        compile_together({(1, "data"): SimpleNamespace(preload=preload)}, lambda done: None)
+    assert asked == ["data"] * min(2, failures + 1)
+    assert len(caplog.messages) == (failures == 2)
+    assert all("ValueError('the cause')" in message for message in caplog.messages)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("world", [2, 4])
 def test_sums_over_peers_compile(compiled, dtype, world):
