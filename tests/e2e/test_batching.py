@@ -163,6 +163,7 @@ def test_company_changes_nothing(checkpoints, alone, backend, variant, device):
     subject.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"scan_layers": True}, {"scan_layers": False}], ids=str)
 def test_scanned_and_unrolled_layers_agree(checkpoints, alone, options, device):
     folder, _ = checkpoints("qwen3")

@@ -94,6 +94,7 @@ def test_loops_give_the_tokens_of_single_steps(engines):
     assert several.worker.compilations_after_ready() == 0
 
 
+@pytest.mark.slow
 def test_the_cache_is_written_in_place(engines):
     engine = engines(2)
     if engine.config.backend == "torch":

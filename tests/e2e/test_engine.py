@@ -23,6 +23,7 @@ def engine(request, checkpoints, device):
         model=folder, backend=request.param, device=device, dtype="float32", max_model_len=128,
         max_num_seqs=4,
         max_num_batched_tokens=32,
+        page_size=16,
     )  # fmt: skip
     made = Engine(config, load_config(folder), folder)
     yield made

@@ -350,8 +350,15 @@ def not_finite(checkpoints, tmp_path_factory):
     return make
 
 
-@ON_GPUS_TOO
-@pytest.mark.parametrize("setting", ["prefix", "loops"])
+@pytest.mark.parametrize(
+    ("backend", "setting"),
+    [
+        ("jax", "loops"),
+        pytest.param("jax", "prefix", marks=pytest.mark.slow),
+        pytest.param("torch", "loops", marks=pytest.mark.gpu),
+        pytest.param("torch", "prefix", marks=pytest.mark.gpu),
+    ],
+)
 @pytest.mark.parametrize(
     ("value", "what"), [(np.nan, "norm"), (np.inf, "head")], ids=["nan", "inf"]
 )

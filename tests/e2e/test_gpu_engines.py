@@ -40,6 +40,7 @@ def in_a_thread(work):
     return thread, result
 
 
+@pytest.mark.slow
 def test_an_engine_beside_a_kernel_of_another_changes_no_token(device):
     if device != "cpu":
         pytest.skip("the interpreter stands in for a GPU")

@@ -67,6 +67,7 @@ def test_traced_layers_give_the_tokens_of_eager_ones(device, eager, tmp_path):
     assert tokens(device, tmp_path, compile_level=1) == eager
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gemma4-small"])
 def test_traced_layers_take_any_number_of_tokens(device, name, tmp_path):

@@ -33,7 +33,7 @@ TOKENS = (
     "fp8-static",
 )
 """Schemes whose activations are quantised too."""
-ON_JAX = ("packed-zeros", "int8", "fp8-block")
+ON_JAX = ("packed-zeros",)
 
 
 def cases(schemes, on_jax=ON_JAX):
@@ -193,7 +193,7 @@ def logits(model, prompt):
     ("scheme", "backend"),
     [
         ("packed-zeros", "torch"),
-        ("int8", "torch"),
+        pytest.param("int8", "torch", marks=pytest.mark.slow),
         pytest.param("packed-zeros", "jax", marks=pytest.mark.slow),
         pytest.param("int8", "jax", marks=pytest.mark.slow),
     ],

@@ -189,7 +189,7 @@ def test_texts_keep_to_random_schemas(llm):
     assert ended > 100
 
 
-@pytest.mark.parametrize("few", [8, 1])
+@pytest.mark.parametrize("few", [8, pytest.param(1, marks=pytest.mark.slow)])
 def test_company_preemption_and_overlap_change_nothing(few, llm, monkeypatch):
     """The same tokens alone, among free requests, in a cache that makes some give way, read step by
     step or not; looked at in a thread if there are `few` or more texts.

@@ -107,7 +107,8 @@ def both(folder, shards, **options):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("shards", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))])
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [1, 4, 16])
 def test_aot_and_the_worker_agree(tmp_path, shards):
     found = both(tmp_path, shards)
     assert found["aot"] == found["worker"]

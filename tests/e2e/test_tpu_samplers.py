@@ -55,6 +55,7 @@ def answers(llm, count):
     return [out.token_ids for out in outputs], chosen
 
 
+@pytest.mark.slow
 def test_padded_samplers_give_the_tokens_of_the_other_backend(device):
     """Steps of 5 and 3 requests are sampled by programs of 6 and 4 rows."""
     with LLM("demo", backend="torch", device="cpu", progress=False, **LIMITS) as llm:

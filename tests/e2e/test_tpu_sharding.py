@@ -126,6 +126,7 @@ def test_fused_tensors_and_scaled_streams_on_shards(checkpoints, name):
     assert one["outputs"] == two["outputs"] == four["outputs"]
 
 
+@pytest.mark.slow
 def test_parameters_of_any_kind_on_shards():
     """Those of `tests/unit/test_families.py`, which one device cannot run."""
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
@@ -160,10 +161,8 @@ def test_dense_families_of_2026_on_two_shards(checkpoints, name):
     assert two["weights"] < one["weights"]
 
 
-@pytest.mark.parametrize(
-    "scheme",
-    ["packed-zeros", *(pytest.param(x, marks=pytest.mark.slow) for x in ("int8", "deepseek"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["packed-zeros", "int8", "deepseek"])
 def test_narrow_checkpoints_on_shards(tmp_path, scheme):
     """Groups along k lie on one shard; where tokens are quantised, a row that is dealt out has one
     scale all the same.

@@ -161,6 +161,7 @@ def entries(folder):
     return sorted(path.name for path in folder.rglob("*-cache"))
 
 
+@pytest.mark.slow
 def test_the_second_start_finds_every_program_in_the_users_cache(tmp_path):
     first = run("cache", str(tmp_path))
     kept = entries(tmp_path)
@@ -183,6 +184,7 @@ def test_the_second_start_finds_every_program_in_the_users_cache(tmp_path):
     assert entries(tmp_path) == kept
 
 
+@pytest.mark.slow
 def test_an_entry_that_was_cut_short_costs_a_compilation(tmp_path):
     first = run("cache", str(tmp_path))
     for path in tmp_path.rglob("*backbone*-cache"):
@@ -252,8 +254,8 @@ def test_a_step_that_samples_nothing_needs_no_sampler_of_its_own():
     random.close()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_no_program_on_a_cpu_copies_the_cache(dtype, scan):
     """The scatter of new keys and values is the only instruction as large as the cache, and it
     works in place.

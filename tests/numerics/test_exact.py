@@ -55,9 +55,11 @@ def test_torch_gives_the_bits_of_all_probes():
     assert {r.mode for r in report.results} == {"X"}
 
 
-@pytest.mark.parametrize("op", ["linear", "norm_rope_write_kv",
-    pytest.param("paged_attention", marks=pytest.mark.slow),
-                                pytest.param("moe_experts", marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.parametrize("op", [
+    "linear",
+    *(pytest.param(op, marks=pytest.mark.slow)
+      for op in ("norm_rope_write_kv", "paged_attention", "moe_experts")),
+])  # fmt: skip
 def test_jax_gives_the_bits_of_probes(op):
     report = check_ops([parse_target("jax:cpu")], [op], modes=("X",))
     assert report.exit_code == 0, [r.complaints for r in report.failures] + report.missing

@@ -341,6 +341,7 @@ def test_a_divergence_that_two_words_decide_is_left_to_chance(rows):
     assert found[3.0] >= (270 if rows == 64 else 0), found
 
 
+@pytest.mark.slow
 def test_one_row_whose_attention_is_all_but_tied_breaks_no_relation(tmp_path):
     """Half an ulp of an op's inputs moves the logits of one row by a quarter of their size."""
     model = population.draw(90695, held_back=True)
@@ -349,6 +350,7 @@ def test_one_row_whose_attention_is_all_but_tied_breaks_no_relation(tmp_path):
     assert not complaints
 
 
+@pytest.mark.slow
 def test_a_token_may_be_that_of_the_stream_that_an_engine_had(tmp_path):
     """Where a rounding moves a whole row, the references' logits say nothing of the sampler."""
     model = population.draw(90074, held_back=True)

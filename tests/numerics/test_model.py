@@ -136,7 +136,7 @@ def test_a_correct_backend_passes(tmp_path, backend, config):
 @pytest.mark.parametrize(
     ("backend", "config"),
     [
-        ("jax", QWEN3),
+        pytest.param("jax", QWEN3, marks=pytest.mark.slow),
         ("torch", QWEN3),
         ("torch", GEMMA3),
         pytest.param("jax", GEMMA3, marks=pytest.mark.slow),

@@ -33,7 +33,7 @@ def check(folder, mode="S", backend="torch", **options):
     [
         ("torch", "S"),
         ("torch", "P"),
-        ("jax", "P"),
+        pytest.param("jax", "P", marks=pytest.mark.slow),
         pytest.param("jax", "S", marks=pytest.mark.slow),
     ],
 )

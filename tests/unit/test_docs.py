@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -46,6 +48,7 @@ print("bound by the engines on", x.device.type)
 """
 
 
+@pytest.mark.slow
 def test_adding_an_op_works_when_followed_literally(tmp_path, device):
     """In both engines, and through all their bindings: plain, opaque, in place, and as
     operators. On a GPU too.
@@ -81,6 +84,7 @@ assert families.family_of("Phi3ForCausalLM") is module.FAMILY
 """
 
 
+@pytest.mark.slow
 def test_adding_a_model_works_when_followed_literally(tmp_path):
     """The family of the page, and no other, runs in both engines as in transformers. It is that
     of the repository.

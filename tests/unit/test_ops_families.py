@@ -81,7 +81,7 @@ def same_bits(a, b):
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_compiled_torch_and_eager_jax_keep_the_contract(op, dtype):
     """The first case on the roads that `test_ops_contracts.py` does not take."""
     arguments = ci_cases(TESTING[op], dtype)[0].arguments

@@ -242,6 +242,7 @@ def test_top_p_keeps_as_little_as_holds_the_mass():
         assert set(draw(np.tile(logits, (200, 1)), fields).tolist()) == kept
 
 
+@pytest.mark.slow
 def test_top_p_that_is_met_exactly_keeps_nothing_more():
     """Weights 2^26 - 1, twice 2^25 - 1, and 1: the first holds half of the sum to the last bit,
     and half is asked.

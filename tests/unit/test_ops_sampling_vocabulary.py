@@ -167,18 +167,19 @@ def test_masses_of_flat_rows_are_exact(framework, vocab):
 
 
 LARGE = (262_208, 262_400, 1 << 19)
-SLOW_ON_JAX = [pytest.param("jax", vocab, marks=pytest.mark.slow) for vocab in LARGE]
+SLOW_DRAWS = [
+    pytest.param(framework, vocab, marks=pytest.mark.slow)
+    for framework, vocab in [("torch", 1 << 19), *(("jax", vocab) for vocab in LARGE)]
+]
 
 
-@pytest.mark.parametrize(
-    ("framework", "vocab"), [("torch", 262_208), ("torch", 1 << 19), *SLOW_ON_JAX]
-)
+@pytest.mark.parametrize(("framework", "vocab"), [("torch", 262_208), *SLOW_DRAWS])
 def test_frameworks_draw_the_same_tokens_from_large_vocabularies(framework, vocab):
     given = arguments(vocab)
     np.testing.assert_array_equal(tokens(given, framework), tokens(given))
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_everything_sized_by_the_vocabulary_takes_262400_words(framework):
     """Penalties, bias and mask reach the last words, and greedy sampling finds them."""
     rows, vocab = 3, 262_400

@@ -27,7 +27,6 @@ load_all()
 DTYPES = ("float32", "bfloat16")
 SAMPLED = (
     "decode, window, released pages",
-    "mixed, window and soft cap",
     "mixed, chunk, soft cap and sinks",
     "decode, padded, int8 cache",
     "mixed, window and soft cap, fp8 cache",
