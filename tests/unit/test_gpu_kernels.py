@@ -51,9 +51,26 @@ QUICK = " and not ".join(
         "few_tokens[fp8-2]",
         "few_tokens[int4-1]",
         "few_tokens[fp4-2]",
+        "[moe_experts_narrow-torch-triton]",
+        "[gated_mlp_grouped-torch-triton]",
+        "mixed_steps[heads2",
+        "mixed_steps[heads3",
+        "experts[bfloat16-5-40",
+        "experts[bfloat16-4-33",
+        "experts[bfloat16-150",
+        "rows_alone[flat",
+        "parts[few",
+        "2_18_words",
+        "int4[2-True]",
+        "int4[33",
+        "measured[5376",
+        "measured[20480",
+        "measured[43008",
     ]
 )
-"""Attention has tests of its own in this file, which are smaller than all cases of the op."""
+"""Attention, experts and the MLP of few bits have tests of their own in this file, which are smaller
+than all cases of their ops.
+"""
 
 
 @pytest.mark.parametrize(
