@@ -24,7 +24,7 @@ def tokens(backend, device, dtype):
         ]
 
 
-@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_a_model_runs_in_float16(backend, device):
     """Where the best token is clear, as it is here, ten bits are enough for that of float32."""
     if device == "tpu" and backend == "torch":

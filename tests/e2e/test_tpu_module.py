@@ -10,6 +10,7 @@ from twinfer.shared.errors import ConfigError
 from twinfer.tpu.module import load_module
 
 
+@pytest.mark.slow
 def test_the_module_is_the_model_and_an_nnx_module(checkpoints, oracle, prompts):
     folder, reference = checkpoints("qwen3")
     module = load_module(folder, dtype="float32")

@@ -66,17 +66,9 @@ def subject(tmp_path_factory):
 
 
 # JAX's programs of a layer compile for seconds.
-QUICK = {("small", "P")}
-
-
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        pytest.param(name, mode, marks=() if (name, mode) in QUICK else pytest.mark.slow)
-        for name in MODELS
-        for mode in ("S", "P", "X")
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["S", "P", "X"])
+@pytest.mark.parametrize("name", MODELS)
 def test_both_backends_agree_layer_by_layer(subject, name, mode):
     model = subject(name)
     steps = make_steps(model, default_prompts(model))[:3]

@@ -159,7 +159,14 @@ HELD = {layer_twice: "weights layer.1.", rounded_tables: "rotary table cos"}
 """By fault, what the programs are given and should not be."""
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, marks=pytest.mark.slow if fault is rounded_tables else ())
+        for fault in FAULTS
+    ],
+    ids=lambda fault: fault.__name__,
+)
 def test_a_fault_of_the_engine_is_seen_and_placed(small_model, monkeypatch, fault):
     fault(monkeypatch)
     diff = check(small_model, definition="off")

@@ -45,9 +45,9 @@ LONG = {
 }
 """Take minutes."""
 SOME = {
-    ("paged_attention", "jax", "native"): 5,
-    ("moe_experts", "jax", "composition"): 3,
-    ("moe_experts_narrow", "jax", "composition"): 4,
+    ("paged_attention", "jax", "native"): 8,
+    ("moe_experts", "jax", "composition"): 5,
+    ("moe_experts_narrow", "jax", "composition"): 6,
     ("norm_rope_write_kv", "jax", "composition"): 3,
     ("linear_grouped", "jax", "pallas_interpret"): 3,
     ("write_kv", "jax", "pallas_interpret"): 3,
@@ -280,7 +280,10 @@ def test_rows_depend_on_their_own_row_only(op, framework, provider, device):
             assert np.isnan(b[2].astype(np.float32)).all()
 
 
-@pytest.mark.parametrize(("op", "framework", "provider"), JUDGED)
+@pytest.mark.parametrize(
+    ("op", "framework", "provider"),
+    judged(lambda framework, provider: provider in ON_A_GPU, {("paged_attention", "jax", "rows")}),
+)
 def test_claimed_row_invariance(op, framework, provider, device):
     """A row has the same bits in a smaller batch and alone, for the implementations that claim
     it.

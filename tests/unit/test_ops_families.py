@@ -80,8 +80,14 @@ def same_bits(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [
+        pytest.param(op, dtype, marks=() if op in quick else pytest.mark.slow)
+        for dtype, quick in {"float32": OPS[::2], "bfloat16": OPS[1::4]}.items()
+        for op in OPS
+    ],
+)
 def test_compiled_torch_and_eager_jax_keep_the_contract(op, dtype):
     """The first case on the roads that `test_ops_contracts.py` does not take."""
     arguments = ci_cases(TESTING[op], dtype)[0].arguments

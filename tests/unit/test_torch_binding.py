@@ -164,7 +164,13 @@ def in_place():
     IMPLEMENTATIONS.update(before)
 
 
-@pytest.mark.parametrize("name", [op.name for op in REGISTRY])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(op.name, marks=pytest.mark.slow if op.name == "penalised_sample" else ())
+        for op in REGISTRY
+    ],
+)
 def test_opcheck(name):
     key = register(resolve("torch"))
     with torch.inference_mode(False), torch.no_grad():

@@ -95,7 +95,7 @@ def assert_same(got, want):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_both_roads_agree_bitwise(inner, dtype):
     plan = resolve("torch")
     backend = passes_backend(plan, inner)

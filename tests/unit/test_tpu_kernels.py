@@ -105,7 +105,7 @@ def test_a_wrong_kernel_is_rejected(monkeypatch):
     assert not attend(attention_case("bfloat16", "decode, padded")).passed
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_every_case_of_the_write(dtype):
     assert not failures("write_kv", dtype)
 

@@ -162,7 +162,13 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(form, marks=() if form == "nibbles of two groups" else pytest.mark.slow)
+        for form in FORMS
+    ],
+)
 def test_rows_that_are_cut_in_several_ways(form, monkeypatch):
     kind, group, k, zeros = FORMS[form]
     monkeypatch.setattr(narrow, "STEP", 512)

@@ -208,6 +208,7 @@ def check_rejected(found):
 pytestmark = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
 
 
+@pytest.mark.slow
 def test_a_shape_of_each_kernel_and_what_is_rejected():
     """Blocks that no chip holds and blocks of broken registers do not compile."""
     found = results("v5e", *SAMPLED, *REJECTED)
