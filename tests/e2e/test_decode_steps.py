@@ -23,7 +23,13 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(params=["jax", pytest.param("torch", marks=pytest.mark.gpu)])
+# JAX compiles a program for each length of a loop.
+@pytest.fixture(
+    params=[
+        pytest.param("jax", marks=pytest.mark.slow),
+        pytest.param("torch", marks=pytest.mark.gpu),
+    ]
+)
 def engines(request, checkpoints, device):
     """engines(decode_steps): an engine of the backend."""
     folder, _ = checkpoints("qwen3")

@@ -42,6 +42,7 @@ def same(lengths, count, **options):
     assert len({tuple(row) for row in native}) > 1
 
 
+@pytest.mark.slow
 def test_a_few_requests():
     """A prompt longer than a step, and steps that hold prompts and decodes."""
     ladder = {

@@ -310,7 +310,7 @@ def test_swapped_weights_are_named_and_found(tmp_path, backend):
     assert diff.first_divergence().name.startswith("layer.1.gated_mlp[gate_up]")
 
 
-@pytest.mark.parametrize("backend", ["jax", "torch"])
+@pytest.mark.parametrize("backend", [pytest.param("jax", marks=pytest.mark.slow), "torch"])
 def test_a_rope_table_in_bfloat16_is_found(tmp_path, backend):
     def narrow(*tables: np.ndarray) -> tuple[np.ndarray, ...]:
         return tuple(table.astype(ml_dtypes.bfloat16).astype(np.float32) for table in tables)

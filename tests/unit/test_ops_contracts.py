@@ -49,6 +49,10 @@ SOME = {
     ("moe_experts", "jax", "composition"): 5,
     ("moe_experts_narrow", "jax", "composition"): 6,
     ("norm_rope_write_kv", "jax", "composition"): 3,
+    ("moe_route", "jax", "native"): 3,
+    ("grouped_linear", "jax", "native"): 3,
+    ("write_kv", "jax", "native"): 3,
+    ("penalised_sample", "jax", "composition"): 3,
     ("linear_grouped", "jax", "pallas_interpret"): 3,
     ("write_kv", "jax", "pallas_interpret"): 3,
 }
