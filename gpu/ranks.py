@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..ops.native import torch_parallel
 from ..shared.models.sharding import rows_to_sample
 from ..shared.models.spec import Shard
+from ..shared.waiting import waiting
 
 PATIENCE = timedelta(seconds=600)
 """How long a collective waits for a rank. Whoever started the ranks ends them sooner."""
@@ -23,14 +24,20 @@ def join(shard: Shard, meeting: str, platform: str) -> None:
     before.
     """
     backend = "cpu:gloo,cuda:nccl" if platform == "cuda" else "gloo"
-    dist.init_process_group(
-        backend,
-        init_method=meeting,
-        rank=shard.index,
-        world_size=shard.count,
-        timeout=PATIENCE,
-        device_id=torch.device("cuda", torch.cuda.current_device()) if platform == "cuda" else None,
-    )
+    with waiting(
+        lambda: f"the {shard.count} ranks to meet at {meeting}, as rank {shard.index}",
+        PATIENCE.total_seconds(),
+    ):
+        dist.init_process_group(
+            backend,
+            init_method=meeting,
+            rank=shard.index,
+            world_size=shard.count,
+            timeout=PATIENCE,
+            device_id=(
+                torch.device("cuda", torch.cuda.current_device()) if platform == "cuda" else None
+            ),
+        )
     torch_parallel.use_group(dist.group.WORLD)
 
 

@@ -32,6 +32,8 @@ for _name, _value in {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
+    # A process that is aborted writes the stacks of its threads (processes.py).
+    "PYTHONFAULTHANDLER": "1",
 }.items():
     os.environ.setdefault(_name, _value)
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -33,12 +33,13 @@ from ..shared.executor.rank import checkpoint_digest, digest_of, failure
 from ..shared.models.config import ModelConfig
 from ..shared.progress import Progress, silent
 from ..shared.step import StepInput, StepOutput
+from ..shared.waiting import waiting
 from ..shared.worker import ProgramReport, StepHandle, Worker
 
 BEAT_S, SILENT_S = 1.0, 8.0
 """Between two signs of life, and how long there may be none."""
 PATIENCE_S = 300.0
-"""How long the first host waits for the others at start."""
+"""How long hosts wait for each other at start."""
 EXIT_LOST = 70
 """The exit code of a host that has lost another one; that of a failed engine."""
 ARGUMENTS: dict[str, Any] = {
@@ -52,14 +53,16 @@ PARTING_S = 5.0
 
 
 class Board(Protocol):
-    """Where hosts put up what the others are to know. `get` waits for it."""
+    """Where hosts put up what the others are to know."""
 
     def put(self, name: str, value: str) -> None:
         """Put a value up, once."""
         ...
 
-    def get(self, name: str) -> str:
-        """The value of that name."""
+    def get(self, name: str, patience: float) -> str:
+        """The value of that name, which is waited for, in seconds. Raises TimeoutError,
+        BackendUnavailable.
+        """
         ...
 
 
@@ -124,6 +127,24 @@ def interface(address: str) -> tuple[str, int]:
         raise BackendUnavailable(f"coordinator: {host}: {error}") from error
 
 
+def key_name(host: int) -> str:
+    """What a host's public key is called on the board."""
+    return f"hosts/key/{host}"
+
+
+def key_of(host: int, board: Board) -> str:
+    """The public key of another host. It puts it up when its worker is made, the first one when it
+    has those of all others. Raises BackendUnavailable.
+    """
+    try:
+        with waiting(lambda: f"the key of host {host}", PATIENCE_S):
+            return board.get(key_name(host), PATIENCE_S)
+    except TimeoutError as error:
+        raise BackendUnavailable(
+            f"hosts: host {host} gave no key within {PATIENCE_S:.0f} s"
+        ) from error
+
+
 class FirstHost:
     """The worker of the engine: what starts device work is sent to the other hosts, the rest asks
     this one alone.
@@ -163,14 +184,16 @@ class FirstHost:
         self._met = threading.Event()
         self._changed = threading.Condition()
         self._closing = False
-        board.put("hosts/key", self._server.public_key)
-        self._server.allow(board.get(f"hosts/key/{host}") for host in self._others)
         self._watch = Watch(self._told, self._beat)
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
         try:
+            keys = [key_of(host, board) for host in self._others]
+            board.put(key_name(0), self._server.allow(keys))
             self._meet(digests)
         except BaseException:
+            if self._met.is_set():
+                self._wait_for_leaving(self._send("close"))
             self._leave()
             raise
 
@@ -179,23 +202,36 @@ class FirstHost:
 
     def _meet(self, digests: Mapping[str, str]) -> None:
         deadline = time.monotonic() + PATIENCE_S
-        # Each subscribes twice; what is sent before would not reach it.
-        for done in range(2 * len(self._others)):
-            if not self._calls.poll(round(1000 * max(0.0, deadline - time.monotonic()))):
-                raise BackendUnavailable(
-                    f"hosts: {done // 2} of {len(self._others)} others came within "
-                    f"{PATIENCE_S:.0f} s"
-                )
-            self._calls.recv()
+        self._wait_for_subscriptions(deadline)
         self._met.set()
-        for host, other in self._call("digests", dict[str, str]).items():
+        number = self._send("digests")
+        for host, other in self._collect(number, dict[str, str], deadline).items():
             for name, digest in other.items():
                 if digest != digests[name]:
-                    self._wait_for_leaving(self._send("close"))
                     raise ConfigError(
                         f"{name}: host {host} has {digest}, host 0 has {digests[name]}; all hosts "
                         "must have the same"
                     )
+
+    def _wait_for_subscriptions(self, deadline: float) -> None:
+        """Wait until each of the others has subscribed twice; what is sent before would not reach
+        it.
+        """
+        done = 0
+
+        def others() -> str:
+            return f"connections of the other hosts: {done // 2} of {len(self._others)} came"
+
+        with waiting(others, PATIENCE_S):
+            while done < 2 * len(self._others):
+                left = max(0.0, deadline - time.monotonic())
+                if not self._calls.poll(round(1000 * left)):
+                    raise BackendUnavailable(
+                        f"hosts: {done // 2} of {len(self._others)} others came within "
+                        f"{PATIENCE_S:.0f} s"
+                    )
+                self._calls.recv()
+                done += 1
 
     def _send(self, name: str, value: Any = None) -> int:
         with self._sending:
@@ -207,13 +243,21 @@ class FirstHost:
             self._calls.send(encode(Call(number, name, msgspec.Raw(encode(value)))))
             return number
 
-    def _call(self, name: str, kind: Any) -> dict[int, Any]:
-        """What a call gives on each of the other hosts."""
-        return self._collect(self._send(name), kind)
+    def _collect(self, number: int, kind: Any, deadline: float | None = None) -> dict[int, Any]:
+        """What call `number` gives on each of the other hosts. Without a deadline it may take as
+        long as it does. Raises BackendUnavailable.
+        """
 
-    def _collect(self, number: int, kind: Any) -> dict[int, Any]:
-        with self._changed:
+        def missing() -> str:
+            found = set(self._others) - set(self._answers.get(number, ()))
+            return f"host {', '.join(map(str, sorted(found)))}"
+
+        with waiting(lambda: f"an answer of {missing()}"), self._changed:
             while len(self._answers.get(number, ())) < len(self._others):
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise BackendUnavailable(
+                        f"hosts: {missing()} gave no answer within {PATIENCE_S:.0f} s"
+                    )
                 self._changed.wait(1.0)
             return {host: decode(x, kind) for host, x in self._answers.pop(number).items()}
 
@@ -343,11 +387,11 @@ def follow(
     leave: Callable[[], None] = lambda: None,
 ) -> None:
     """Make the calls that the first host makes, until it closes. It stays until `leave` has run
-    here.
+    here. Raises BackendUnavailable if it makes none.
     """
     public, secret = zmq.curve_keypair()
-    board.put(f"hosts/key/{host}", public.decode())
-    keys = Keys(public.decode(), secret.decode(), board.get("hosts/key"))
+    board.put(key_name(host), public.decode())
+    keys = Keys(public.decode(), secret.decode(), key_of(0, board))
     ip, port = interface(address)
     context = zmq.Context()
     sending = threading.Lock()
@@ -357,8 +401,9 @@ def follow(
     )
 
     def send(report: Report) -> None:
-        with sending:
-            reports.send(encode(report))
+        # A first host that has refused this one takes nothing: nobody may wait for that.
+        with sending, suppress(zmq.Again):
+            reports.send(encode(report), zmq.DONTWAIT)
 
     watch = Watch(lose, lambda: send(Beat(host)))
     stop = threading.Event()
@@ -372,6 +417,12 @@ def follow(
     listener = threading.Thread(target=hear, daemon=True)
     listener.start()
     try:
+        with waiting(lambda: f"the first call of host 0, from {ip}:{port}", PATIENCE_S):
+            called = calls.poll(round(1000 * PATIENCE_S))
+        if not called:
+            raise BackendUnavailable(
+                f"hosts: host 0 made no call within {PATIENCE_S:.0f} s, from {ip}:{port}"
+            )
         _make_calls(worker, calls, host, send, digests, leave)
     except Exception as error:
         send(failure(host, error))

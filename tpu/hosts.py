@@ -25,6 +25,7 @@ from ..shared.config import ResolvedConfig
 from ..shared.errors import BackendUnavailable, ConfigError
 from ..shared.models.config import ModelConfig
 from ..shared.models.spec import Shard
+from ..shared.waiting import waiting
 from ..shared.worker import Worker
 from .sharding import check_all_take_part
 
@@ -102,15 +103,20 @@ def _initialize(coordinator: str, hosts: int, index: int) -> None:
     host, _, port = coordinator.rpartition(":")
     # Else JAX aborts a process of which another one is gone, before it can say why.
     jax.config.update("jax_enable_recoverability", True)
+    bind_address = _bind_address(host, port) if index == 0 else None
     try:
-        jax.distributed.initialize(
-            coordinator,
-            hosts,
-            index,
-            initialization_timeout=PATIENCE_S,
-            heartbeat_timeout_seconds=HEARTBEAT_S,
-            coordinator_bind_address=_bind_address(host, port) if index == 0 else None,
-        )
+        with waiting(
+            lambda: f"the {hosts} processes to meet at {coordinator}, as number {index}",
+            PATIENCE_S,
+        ):
+            jax.distributed.initialize(
+                coordinator,
+                hosts,
+                index,
+                initialization_timeout=PATIENCE_S,
+                heartbeat_timeout_seconds=HEARTBEAT_S,
+                coordinator_bind_address=bind_address,
+            )
     except Exception as error:  # several kinds, by what the network says
         raise BackendUnavailable(
             f"coordinator: {coordinator}: {str(error).splitlines()[0]}"
@@ -137,9 +143,14 @@ class KeyValueStore:
         """See `host_link.Board`."""
         self.client.key_value_set(name, value)
 
-    def get(self, name: str) -> str:
+    def get(self, name: str, patience: float) -> str:
         """See `host_link.Board`."""
-        found: str = self.client.blocking_key_value_get(name, 1000 * PATIENCE_S)
+        try:
+            found: str = self.client.blocking_key_value_get(name, round(1000 * patience))
+        except jax.errors.JaxRuntimeError as error:
+            if str(error).startswith("DEADLINE_EXCEEDED"):
+                raise TimeoutError(name) from error
+            raise BackendUnavailable(f"coordinator: {str(error).splitlines()[0]}") from error
         return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from jax.experimental import topologies
 from ..shared.backends import has_nvidia, has_tpu
 from ..shared.config import DeviceInfo, host_memory, parse_device
 from ..shared.errors import BackendUnavailable, ConfigError
+from ..shared.waiting import waiting
 from .chips import CHIPS, Chip
 
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
@@ -76,11 +78,21 @@ def devices(device: str) -> list[jax.Device]:
         leave_out_libtpu()
     deepen_fibers()
     try:
-        return jax.devices(PLATFORMS[device] if device != "auto" else None)
+        with _waiting_for_the_others():
+            return jax.devices(PLATFORMS[device] if device != "auto" else None)
     except RuntimeError as error:
         raise BackendUnavailable(
             f"device: JAX has no {device} device here ({str(error).splitlines()[0]})"
         ) from error
+
+
+def _waiting_for_the_others() -> AbstractContextManager[None]:
+    """For a look at the devices: the first one, where processes were joined, ends when all of
+    these have looked at theirs.
+    """
+    if not jax.distributed.is_initialized():
+        return nullcontext()
+    return waiting(lambda: "the devices of all processes that were joined")
 
 
 def leave_out_libtpu(pci: Path = Path("/sys/bus/pci/devices")) -> None:

@@ -18,16 +18,21 @@ class CurveServer:
 
     def __init__(self, context: Any) -> None:
         self._context = context
-        public, self._secret = zmq.curve_keypair()
-        self.public_key = public.decode()
+        self._public, self._secret = zmq.curve_keypair()
         self._allowed: set[bytes] = set()
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(credentials_provider=self)
 
-    def allow(self, public_keys: Iterable[str]) -> None:
-        """Let these in from now on."""
+    def allow(self, public_keys: Iterable[str]) -> str:
+        """Let these in from now on, and return this end's own public key, without which nobody can
+        connect.
+
+        There is no other way to it, as nobody may have it sooner: ZeroMQ never tries again where
+        it was refused, so who comes before it is let in waits for ever.
+        """
         self._allowed |= {key.encode() for key in public_keys}
+        return self._public.decode()
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether who has this public key may connect: what the authenticator asks."""
@@ -40,7 +45,7 @@ class CurveServer:
         socket = self._context.socket(kind)
         socket.set_hwm(0)
         socket.curve_server = True
-        socket.curve_publickey = self.public_key.encode()
+        socket.curve_publickey = self._public
         socket.curve_secretkey = self._secret
         socket.bind(f"tcp://{ip}:{port or '*'}")
         return socket, socket.last_endpoint.decode()

@@ -27,6 +27,7 @@ from ..errors import RankLost, RequestError, TwinferError
 from ..models.spec import Place, Shard
 from ..progress import Progress, silent
 from ..step import StepOutput
+from ..waiting import waiting
 from .messages import (
     Call,
     Done,
@@ -234,10 +235,11 @@ class Ranks:
         self._watcher = threading.Thread(target=self._watch, args=(backend, device), daemon=True)
         self._watcher.start()
         try:
-            self._wait(
-                lambda: len(self._found) == count,
-                lambda: progress("ranks", len(self._found), count),
-            )
+            with waiting(lambda: f"the ranks' devices: {len(self._found)} of {count} are found"):
+                self._wait(
+                    lambda: len(self._found) == count,
+                    lambda: progress("ranks", len(self._found), count),
+                )
         except BaseException:
             self.close()
             raise

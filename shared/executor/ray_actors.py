@@ -30,6 +30,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ..config import parse_device
 from ..errors import BackendUnavailable, ConfigError
 from ..models.spec import Place, Shard
+from ..waiting import waiting
 from .curve import CurveServer
 from .driver import COMMAND, ENVIRONMENT, STANDARD_ERROR, STOPPED_S, Doors, ending, give, is_stopped
 from .messages import Job, Keys
@@ -281,7 +282,9 @@ class Actors:
                 # Ranks of the torch backend read each other's memory.
                 resources, strategy = {"CPU": 1.0, "GPU": 1.0}, "STRICT_PACK"
             self._group = placement_group([resources] * count, strategy)
-        if not self._group.wait(PATIENCE_S):
+        with waiting(lambda: f"Ray's place for {count} ranks with {resources} each", PATIENCE_S):
+            placed = self._group.wait(PATIENCE_S)
+        if not placed:
             raise BackendUnavailable(
                 f"distributed_executor_backend: ray has no place for {count} ranks with "
                 f"{resources} each ({strategy}) after {PATIENCE_S:.0f} s"
@@ -300,7 +303,8 @@ class Actors:
                     scheduling_strategy=where,
                 ).remote()
             )
-        sites = ray.get([actor.site.remote() for actor in self._actors])
+        with waiting(lambda: f"the {count} actors of the ranks"):
+            sites = ray.get([actor.site.remote() for actor in self._actors])
         both = sorted(
             zip(sites, self._actors, strict=True), key=lambda one: (one[0].worker, one[0].node)
         )
@@ -311,7 +315,7 @@ class Actors:
     def _start(self, context: Any, backend: str, device: str) -> Doors:
         count = len(self._actors)
         self._server = CurveServer(context)
-        self._server.allow(site.public_key for site in self._sites)
+        public_key = self._server.allow(site.public_key for site in self._sites)
         ip = address()
         reports, reports_at = self._server.bind(zmq.PULL, ip)
         beats, beats_at = self._server.bind(zmq.PUB, ip)
@@ -324,9 +328,7 @@ class Actors:
             job = Job(place, backend, device, calls_at, reports_at, beats_at)
             environment = environment_of(self._sites, rank)
             self._runs.append(
-                actor.run.remote(
-                    msgspec.json.encode(job), self._server.public_key, self._command, environment
-                )
+                actor.run.remote(msgspec.json.encode(job), public_key, self._command, environment)
             )
         return doors
 

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import httpx
 
+from .. import processes
+from ..processes import is_running
+
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = """
 import os, sys
@@ -78,12 +81,23 @@ class Server:
             if self.process.poll() is not None:
                 break
             time.sleep(0.02)
-        raise AssertionError(f"not ready: {self.log}")
+        raise AssertionError(f"not ready: {self.aborted()}")
 
     def wait_exit(self, seconds=30):
-        code = self.process.wait(seconds)
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still there after {seconds} s: {self.aborted()}") from None
         self._reader.join(5)
         return code
+
+    def aborted(self):
+        """End it and all of its processes: its log, with the stacks of their threads."""
+        if self.process.poll() is None:
+            processes.abort(self.process.pid)
+            self.process.wait()
+        self._reader.join(5)
+        return self.log
 
     def client(self, **options):
         return httpx.Client(base_url=self.url, timeout=60, **options)
@@ -144,14 +158,6 @@ def fault(folder, what, step):
     (folder / "sitecustomize.py").write_text(FAULTS.replace("{what}", what))
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths), "FAULT_STEP": str(step)}
-
-
-def is_running(pid):
-    """Whether a process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def gone(pid, seconds=10):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ..processes import children
 from .server_process import gone, served
-from .test_ranks import children
 from .test_server_failures import Stream
 
 pytestmark = pytest.mark.slow
@@ -97,14 +97,14 @@ def started(server):
     ]
 
 
-def wait_for(path, seconds=120):
-    """The process that has failed, its parent, and when."""
+def wait_for(path, server, seconds=120):
+    """The process of the server that has failed, its parent, and when."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if path.exists() and (words := path.read_text().split()):
             return int(words[0]), int(words[1]), float(words[2])
         time.sleep(0.02)
-    raise AssertionError("nothing has failed")
+    raise AssertionError(f"nothing has failed after {seconds} s: {server.aborted()}")
 
 
 @pytest.mark.parametrize("what", ["kill", "stop", "raise"])
@@ -125,7 +125,7 @@ def test_nothing_is_left(tmp_path, who, phase, what):
         streams = []
         if phase not in STARTS:
             streams = started(server)
-        pid, parent, when = wait_for(failed)
+        pid, parent, when = wait_for(failed, server)
         engine = pid if who == "driver" else parent
         ranks = children(engine)
         code = server.wait_exit()

@@ -2,11 +2,9 @@
 process.
 """
 
-import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,6 +21,7 @@ from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.sampling_params import SamplingParams
 
+from ..processes import children, run
 from .server_process import gone, served
 from .test_server_failures import Stream
 
@@ -184,24 +183,11 @@ print(*{"torch", "jax", "triton"} & set(sys.modules))
 
 @pytest.mark.slow
 def test_the_driver_imports_no_framework():
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER], capture_output=True, text=True, timeout=200
-    )
+    done = run([sys.executable, "-c", DRIVER], 200)
     assert done.returncode == 0, done.stderr[-2000:]
     first, second = done.stdout.splitlines()
     assert first.startswith("3 ")
     assert second == ""
-
-
-def children(pid):
-    """The processes that a process has started, in order."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            words = path.read_text().rpartition(")")[2].split()
-            if int(words[1]) == pid:
-                found.append(int(path.parent.name))
-    return sorted(found)
 
 
 def ranks_of(engine):

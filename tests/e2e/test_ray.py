@@ -17,10 +17,11 @@ from twinfer.shared.errors import ConfigError, RankLost
 from twinfer.shared.executor.driver import Ranks
 from twinfer.shared.models.locate import model_folder
 
+from ..processes import children
 from ..unit.test_executor import COMMAND, make_calls, worker_of
 from .server_process import gone, served
 from .test_rank_faults import FAULT, FLAGS, LATEST, STARTS, STREAMS, started, wait_for
-from .test_ranks import FORM, KINDS, children, engine_of, requests_of, streamed, tokens_of
+from .test_ranks import FORM, KINDS, engine_of, requests_of, streamed, tokens_of
 
 ray = pytest.importorskip("ray")
 # Ray forks to start its own processes, which is said where another test has imported JAX.
@@ -203,7 +204,7 @@ def test_all_ends_where_a_node_is_lost(tmp_path, monkeypatch, request, who, phas
         streams = []
         if phase not in STARTS:
             streams = started(server)
-        pid, parent, when = wait_for(failed)
+        pid, parent, when = wait_for(failed, server)
         ranks = ranks_in(cluster)
         code = server.wait_exit()
         assert time.monotonic() - when < LATEST, server.log

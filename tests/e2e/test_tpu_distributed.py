@@ -5,6 +5,7 @@ virtual CPU devices each.
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,11 +18,13 @@ import numpy as np
 import pytest
 
 from twinfer.bucketing import Descriptor, Table
+from twinfer.shared import waiting
 from twinfer.shared.errors import BackendUnavailable, ConfigError
 from twinfer.shared.step import NewPages, StepInput, StepShape
 from twinfer.tpu import host_link, hosts
 
 from ..ports import free_ports
+from ..processes import communicate, wait_until
 
 STEP = StepInput(
     7, Descriptor("mixed", 16, 8, 16), StepShape(4, 8, 32, 100), "processed",
@@ -65,9 +68,10 @@ class Board:
             self.values[name] = value
             self.changed.notify_all()
 
-    def get(self, name):
+    def get(self, name, patience):
         with self.changed:
-            assert self.changed.wait_for(lambda: name in self.values, 20)
+            if not self.changed.wait_for(lambda: name in self.values, min(20, patience)):
+                raise TimeoutError(name)
             return self.values[name]
 
 
@@ -77,8 +81,8 @@ SAME = {"configuration": "a", "plan": "b", "checkpoint": "c"}
 class Hosts:
     """The others, in threads; `lost` is what any host said when it lost one."""
 
-    def __init__(self, *others, digests=SAME):
-        self.address, self.board = f"127.0.0.1:{free_ports()}", Board()
+    def __init__(self, *others, digests=SAME, board=None):
+        self.address, self.board = f"127.0.0.1:{free_ports()}", board or Board()
         self.lost, self.errors = [], []
         self.threads = [
             threading.Thread(target=self._follow, args=(other, i + 1, digests), daemon=True)
@@ -232,7 +236,7 @@ def test_who_has_no_key_of_a_host_hears_nothing(monkeypatch):
         mine, secret = zmq.curve_keypair()
         with zmq.Context() as context, context.socket(zmq.SUB) as door:
             door.linger = 0
-            door.curve_serverkey = board.get("hosts/key").encode()
+            door.curve_serverkey = board.get("hosts/key/0", 20).encode()
             door.curve_publickey, door.curve_secretkey = mine, secret
             door.setsockopt(zmq.SUBSCRIBE, b"")
             door.connect(f"tcp://{address}")
@@ -244,6 +248,91 @@ def test_who_has_no_key_of_a_host_hears_nothing(monkeypatch):
     with pytest.raises(BackendUnavailable, match="0 of 1 others"):
         host_link.FirstHost(Recorder(5), address, 1, board, SAME)
     thread.join()
+
+
+class PutToSleep(Board):
+    """What the first host reads on it comes late: a busy machine runs another process first."""
+
+    def get(self, name, patience):
+        value = super().get(name, patience)
+        if name != "hosts/key/0":
+            time.sleep(0.5)
+        return value
+
+
+def test_no_host_comes_before_it_is_let_in(monkeypatch):
+    """It would be refused for ever (tests/unit/test_curve.py), and all wait."""
+    monkeypatch.setattr(host_link, "PATIENCE_S", 5.0)
+    others = [Recorder(5), Recorder(7)]
+    hosts_ = Hosts(*others, board=PutToSleep())
+    first = hosts_.first(Recorder(6))
+    assert first.measure() == 5
+    first.close()
+    hosts_.join()
+    assert hosts_.errors == []
+
+
+def first_waits(address, board):
+    host_link.FirstHost(Recorder(5), address, 1, board, SAME)
+
+
+def other_waits(address, board):
+    host_link.follow(Recorder(5), address, 1, board, SAME)
+
+
+def key():
+    import zmq
+
+    return zmq.curve_keypair()[0].decode()
+
+
+@pytest.mark.parametrize(
+    ("who", "there", "waits", "reason"),
+    [
+        (first_waits, [], "the key of host 1", "host 1 gave no key"),
+        (
+            first_waits, ["hosts/key/1"], "connections of the other hosts: 0 of 1 came",
+            "0 of 1 others came",
+        ),
+        (other_waits, [], "the key of host 0", "host 0 gave no key"),
+        (other_waits, ["hosts/key/0"], "the first call of host 0", "host 0 made no call"),
+    ],
+)  # fmt: skip
+def test_who_waits_says_for_what_and_ends_with_a_reason(
+    monkeypatch, caplog, who, there, waits, reason
+):
+    monkeypatch.setattr(host_link, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(host_link, "BEAT_S", 0.1)
+    monkeypatch.setattr(waiting, "NOTICE_S", 0.2)
+    board, address = Board(), f"127.0.0.1:{free_ports()}"
+    for name in there:
+        board.put(name, key())
+    began = time.monotonic()
+    with pytest.raises(BackendUnavailable, match=rf"{reason} within 1 s"):
+        who(address, board)
+    assert time.monotonic() - began < 8
+    told = [record.getMessage() for record in caplog.records if record.name == "twinfer.waiting"]
+    assert told
+    assert all(text.startswith(f"waits for {waits}") for text in told)
+    assert re.search(r"0 of at most 1 s$", told[0])
+
+
+def test_an_answer_that_does_not_come_is_told_of(monkeypatch):
+    """A host that lives and says nothing of what it runs."""
+    monkeypatch.setattr(host_link, "PATIENCE_S", 1.0)
+
+    class Slow:
+        def keys(self):
+            time.sleep(2.5)
+            return SAME.keys()
+
+        def __getitem__(self, name):
+            return SAME[name]
+
+    hosts_ = Hosts(Recorder(5), digests=Slow())
+    with pytest.raises(BackendUnavailable, match="host 1 gave no answer within 1 s"):
+        hosts_.first(Recorder(5))
+    hosts_.join()  # it was told to leave
 
 
 @pytest.mark.parametrize(
@@ -315,38 +404,15 @@ def two_hosts(port, *arguments):
         yield pair
     finally:
         for process in pair:
-            end(process)
+            process.kill()
+            process.wait()
+            process.stdout.close()
+            process.stderr.close()
 
 
-def end(process):
-    """Kill it, and give what it said on stderr that nobody has read."""
-    process.kill()
-    process.wait()
-    said = "" if process.stderr.closed else process.stderr.read()
-    process.stdout.close()
-    process.stderr.close()
-    return said
-
-
-def wait_until(holds, pair, seconds):
-    """Wait for `holds()`. Where a host ends before that, or time is over, fail at once with what
-    the hosts said.
-    """
-    deadline = time.monotonic() + seconds
-    while not holds():
-        codes = [process.poll() for process in pair]
-        if any(code is not None for code in codes) or time.monotonic() > deadline:
-            what = "\n".join(
-                f"host {i} {'ran' if code is None else f'ended with {code}'}: {end(process)[-3000:]}"
-                for i, (process, code) in enumerate(zip(pair, codes, strict=True))
-            )
-            pytest.fail(what, pytrace=False)
-        time.sleep(0.2)
-
-
-def finish(process):
+def finish(process, *others):
     """What it printed on stdout as JSON, a line each."""
-    out, error = process.communicate(timeout=400)
+    out, error = communicate(process, 400, *others)
     assert process.returncode == 0, error[-3000:]
     # gloo, which carries the collectives, also talks to stdout
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
@@ -355,7 +421,8 @@ def finish(process):
 @pytest.mark.slow
 def test_two_hosts_give_the_tokens_of_one_device():
     with two_hosts(free_ports(), *GENERATE, "--tp", "4") as pair:
-        first, second = map(finish, pair)
+        first = finish(*pair)
+        second = finish(pair[1])
     alone = finish(start(1, *GENERATE, "--tp", "1"))
     assert second == []
     assert len(alone) == 3
@@ -365,8 +432,8 @@ def test_two_hosts_give_the_tokens_of_one_device():
 @pytest.mark.slow
 def test_every_device_must_take_part():
     with two_hosts(free_ports(), *GENERATE, "--tp", "2") as pair:
-        for process in pair:
-            _, error = process.communicate(timeout=200)
+        for index, process in enumerate(pair):
+            _, error = communicate(process, 200, *pair[index + 1 :])
             assert process.returncode != 0
             assert "tensor_parallel_size: got 2; 2 hosts have 4 devices" in error
 
@@ -394,7 +461,7 @@ def test_a_lost_host_ends_the_others_within_seconds(killed, number):
         pair[killed].send_signal(number)
         began = time.monotonic()
         left = pair[1 - killed]
-        _, error = left.communicate(timeout=60)
+        _, error = communicate(left, 60)
         assert time.monotonic() - began < 15
         if killed == 0 and left.returncode == -signal.SIGABRT:
             # JAX's agent notices the end of the coordinator sooner, and ends its process itself.

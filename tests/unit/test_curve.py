@@ -1,5 +1,7 @@
 """Sockets between machines: who was not told of hears nothing and is not heard."""
 
+import time
+
 import pytest
 
 zmq = pytest.importorskip("zmq")
@@ -47,8 +49,7 @@ def pair():
 
 def test_both_ways_for_who_is_known(link):
     public, secret = pair()
-    link.server.allow([public])
-    keys = Keys(public, secret, link.server.public_key)
+    keys = Keys(public, secret, link.server.allow([public]))
     inbox, at = link.bind(zmq.PULL)
     link.connect(zmq.PUSH, at, keys).send(b"up")
     assert inbox.poll(WAIT_MS)
@@ -62,8 +63,8 @@ def test_both_ways_for_who_is_known(link):
 @pytest.mark.parametrize("how", ["unknown key", "other server", "no keys"])
 def test_nothing_for_anybody_else(link, how):
     public, secret = pair()
-    link.server.allow([pair()[0]] if how == "unknown key" else [public])
-    whose = pair()[0] if how == "other server" else link.server.public_key
+    own = link.server.allow([pair()[0]] if how == "unknown key" else [public])
+    whose = pair()[0] if how == "other server" else own
     keys = None if how == "no keys" else Keys(public, secret, whose)
     inbox, at = link.bind(zmq.PULL)
     link.connect(zmq.PUSH, at, keys).send(b"up")
@@ -73,6 +74,22 @@ def test_nothing_for_anybody_else(link, how):
     assert not client.poll(WAIT_MS // 4)
     told.send(b"secret")
     assert not client.poll(WAIT_MS // 4)
+
+
+def test_who_comes_before_it_is_let_in_is_refused_for_ever(link):
+    """Why nobody may have the server's key before: ZeroMQ does not try again."""
+    public, secret = pair()
+    keys = Keys(public, secret, link.server.allow([]))
+    inbox, at = link.bind(zmq.PULL)
+    early = link.connect(zmq.PUSH, at, keys)
+    deadline = time.monotonic() + WAIT_MS / 1000
+    while early.poll(0, zmq.POLLOUT) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    link.server.allow([public])
+    link.connect(zmq.PUSH, at, keys).send(b"late")
+    assert inbox.poll(WAIT_MS)
+    assert inbox.recv() == b"late"
+    assert not early.poll(WAIT_MS // 4, zmq.POLLOUT)  # it has nobody to send to
 
 
 def test_the_port_is_the_one_that_is_asked_for():
