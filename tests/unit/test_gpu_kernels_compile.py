@@ -407,12 +407,16 @@ def test_sums_over_peers_compile(compiled, dtype, world):
     from twinfer.gpu.kernels import reduce
 
     words = torch.zeros(world, dtype=torch.int64)
-    counts = torch.zeros(3, dtype=torch.int32)
-    peers = reduce.Peers(world - 1, world, 64, 4096, dtype, (), words, words, counts)
-    x, weight = torch.zeros((3, 4096), dtype=dtype), torch.zeros(4096, dtype=dtype)
-    reduce._launch(peers, x, x.clone(), weight, 1e-6)
-    reduce._launch(peers, x, None, None, 0.0)
-    assert compiled == ["reduce_kernel"] * 2
+    counts = torch.zeros(8, dtype=torch.int32)
+    boxes = reduce.Boxes(8, words, counts, counts)
+    peers = reduce.Peers(world - 1, world, 64, 4096, dtype, (), words, words, counts, boxes, boxes)
+    weight = torch.zeros(4096, dtype=dtype)
+    for rows in (3, 9):
+        x = torch.zeros((rows, 4096), dtype=dtype)
+        reduce._launch(peers, x, x.clone(), weight, 1e-6)
+        reduce._launch(peers, x, None, None, 0.0)
+    reduce._best(peers, torch.zeros(3, dtype=torch.int32), torch.zeros(3, 500))
+    assert compiled == ["reduce_few_kernel"] * 2 + ["reduce_kernel"] * 2 + ["best_kernel"]
 
 
 @pytest.mark.parametrize("chip", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
