@@ -27,7 +27,9 @@ from .rows import MAX_WIDTH, _takes_add_norm, fused_add_rms_norm
 
 MOST_BYTES = 64 << 20
 """Of the rows that two ranks sum by reading each other's."""
-FEW_ROWS = 32
+CHUNK = 4
+"""Rows of a program that the peers may read while it shows them the next ones."""
+FEW_ROWS = 64
 """Up to how many rows are sent."""
 BEST_BLOCK = 32
 MOST_TOKENS = 1024
@@ -99,7 +101,7 @@ def meet_peers(rows: int, width: int, dtype: torch.dtype) -> None:
     late = torch.zeros(1, dtype=torch.int32, device=device)
     shared = _Shared(device)
     buffers = shared.addresses(2 * rows * width * dtype.itemsize)
-    flags = shared.addresses(4 * world)
+    flags = shared.addresses(4 * world * rows)
     boxes = [
         Boxes(count, shared.addresses(2 * world * size), _zeros(count, device), late)
         for count, size in (
@@ -111,7 +113,7 @@ def meet_peers(rows: int, width: int, dtype: torch.dtype) -> None:
     torch.cuda.synchronize()
     dist.all_reduce(torch.zeros(1), group=group())
     rank = dist.get_rank(group())
-    counts = _zeros(3, device)
+    counts = _zeros(rows, device)
     held = tuple(shared.held)
     _peers = Peers(rank, world, rows, width, dtype, held, buffers, flags, counts, *boxes)
 
@@ -167,12 +169,12 @@ def _launch(
             NORM=norm, num_warps=min(16, max(1, width // 256)), **shape, **overlap(early=True),
         )  # fmt: skip
         return
-    many = rows > processors()
+    programs = min(rows, 2 * processors())
     # All programs run at once: two of 8 warps have room on a processor, whatever their registers.
-    reduce_kernel[(min(rows, 2 * processors()) if many else rows,)](
-        *tensors, peers.buffers, peers.flags, peers.counts, rows, eps, *strides, peers.rows,
-        NORM=norm, num_warps=min(8 if many else 16, max(1, width // 256)), **shape,
-        **overlap(early=True),
+    reduce_kernel[(programs,)](
+        *tensors, peers.buffers, peers.flags, peers.counts, peers.few.late, rows, eps, *strides,
+        peers.rows, NORM=norm, CHUNK=min(CHUNK, power_of_2(triton.cdiv(rows, programs))),
+        num_warps=min(8, max(1, width // 256)), **shape, **overlap(early=True),
     )  # fmt: skip
 
 
