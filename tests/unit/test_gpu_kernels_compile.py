@@ -44,9 +44,9 @@ def hopper(monkeypatch):
     if launch.INTERPRETED:
         pytest.skip("the interpreter has taken the compiler's place")
     monkeypatch.setattr(launch, "capability", lambda: (9, 0))
-    for module in ("attention", "sampling", "moe", "moe_narrow", "narrow", "reduce"):
+    for module in ("attention", "sampling", "moe", "moe_narrow", "narrow", "reduce", "gemv"):
         monkeypatch.setattr(f"twinfer.gpu.kernels.{module}.processors", lambda: 132)
-    for module in ("attention", "sampling", "narrow"):
+    for module in ("attention", "sampling", "narrow", "gemv"):
         monkeypatch.setattr(
             f"twinfer.gpu.kernels.{module}.counters",
             lambda device: torch.zeros(counters.COUNTERS, dtype=torch.int32),
@@ -399,6 +399,16 @@ def test_what_fails_beside_others_is_compiled_once_more(failures, caplog):
     assert asked == ["data"] * min(2, failures + 1)
     assert len(caplog.messages) == (failures == 2)
     assert all("ValueError('the cause')" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("rows", [3, 20, 64])
+@pytest.mark.parametrize("act", ["", "silu", "gelu"])
+def test_products_of_some_rows_compile(compiled, rows, act):
+    from twinfer.gpu.kernels import gemv
+
+    x, weight = (torch.zeros((n, 512), dtype=torch.bfloat16) for n in (rows, 192))
+    gemv._skinny(x, weight, torch.zeros(192, dtype=x.dtype), x.dtype, act=act)
+    assert compiled == ["skinny_kernel"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
