@@ -4,6 +4,7 @@ tokens, and what they agree on at start.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -59,6 +60,12 @@ class Ranks:
     def __init__(self, shard: Shard, words: int) -> None:
         self._shard, self._words = shard, words
         self.deals_out_evenly = words % shard.count == 0
+        self.best_of_peers: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None] | None = (
+            None
+        )
+        """`best` by one kernel, None of more rows than it takes; where the GPUs reach each
+        other's memory.
+        """
 
     def all_words(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [row vocab] from those of each shard's words [row words]."""
@@ -84,6 +91,10 @@ class Ranks:
         """The most probable tokens [row] of all words, the first of equal ones, from those of each
         shard's words (-1: a logit was not finite) and its logits [row words].
         """
+        if self.best_of_peers is not None:
+            found = self.best_of_peers(tokens, logits)
+            if found is not None:
+                return found
         # A start runs this without the kernels that are not compiled yet: tokens are anything then.
         place = tokens.clamp(0, logits.shape[1] - 1).long()
         value = logits.gather(1, place[:, None])[:, 0]

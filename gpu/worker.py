@@ -155,8 +155,9 @@ class TorchWorker:
         config = self.config
         self._progress = progress
         if self._ranks is not None and chooses(self._plans, "peers"):
-            from .kernels.reduce import meet_peers  # Triton, which only GPUs need
+            from .kernels.reduce import best_of_peers, meet_peers  # Triton, which only GPUs need
 
+            self._ranks.best_of_peers = best_of_peers
             meet_peers(config.max_num_batched_tokens, self._module.config.hidden_size, self._dtype)
         load_weights(
             self._module,

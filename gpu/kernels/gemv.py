@@ -18,7 +18,8 @@ from .launch import config, overlap, power_of_2, processors, triton_kernel
 from .rows import gelu_and_mul, silu_and_mul
 
 HALVES = ("bfloat16", "float16")
-MAX_ROWS = 16
+MAX_ROWS = 64
+"""Of `skinny_kernel`."""
 
 
 def _takes_linear(x: Array, weight: Array, bias: Array | None) -> bool:
@@ -59,11 +60,10 @@ def gated_mlp(
     x: Array, gate_up: Array, gate_up_bias: Array | None, down: Array, down_bias: Array | None
 ) -> Array:
     """See the op. For one or two rows gate and up are not rounded; else it is the composition of
-    the ops here.
+    the ops here, though up to some rows in one launch.
     """
-    if 0 < x.shape[0] <= _limits(gate_up)[0]:
-        y = _gemv(x, gate_up, gate_up_bias, x.dtype, act="silu")
-    else:
+    y = _few_gated(x, gate_up, gate_up_bias, "silu")
+    if y is None:
         y = silu_and_mul(linear(x, gate_up, gate_up_bias))
     return linear(y, down, down_bias)
 
@@ -73,9 +73,8 @@ def gelu_gated_mlp(
     x: Array, gate_up: Array, gate_up_bias: Array | None, down: Array, down_bias: Array | None
 ) -> Array:
     """See the op, and `gated_mlp` here."""
-    if 0 < x.shape[0] <= _limits(gate_up)[0]:
-        y = _gemv(x, gate_up, gate_up_bias, x.dtype, act="gelu")
-    else:
+    y = _few_gated(x, gate_up, gate_up_bias, "gelu")
+    if y is None:
         y = gelu_and_mul(linear(x, gate_up, gate_up_bias), "tanh")
     return linear(y, down, down_bias)
 
@@ -87,22 +86,39 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
-def _limits(weight: torch.Tensor) -> tuple[int, int]:
-    """Up to how many rows `gemv_kernel` is faster, and up to how many `skinny_kernel`."""
+def _limits(weight: torch.Tensor) -> tuple[int, int, int]:
+    """Up to how many rows `gemv_kernel` is faster, up to how many `skinny_kernel`, and up to how
+    many that one with the activation.
+    """
     n, k = weight.shape
     limit = config("linear", f"{n}x{k}")
-    return min(2, limit["gemv_rows"]), min(MAX_ROWS, limit["skinny_rows"])
+    few, several = min(2, limit["gemv_rows"]), min(MAX_ROWS, limit["skinny_rows"])
+    return few, several, min(MAX_ROWS, limit["gated_rows"])
 
 
 def _few(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor | None:
     """The product by a kernel, or None for more rows than they are good for."""
-    few, several = _limits(weight)
+    few, several, _gated = _limits(weight)
     if 0 < x.shape[0] <= few:
         return _gemv(x, weight, bias, dtype)
     if 0 < x.shape[0] <= several:
         return _skinny(x, weight, bias, dtype)
+    return None
+
+
+def _few_gated(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, act: str
+) -> torch.Tensor | None:
+    """The product with the activation in one launch, or None for more rows than that is good
+    for.
+    """
+    few, _several, gated = _limits(weight)
+    if 0 < x.shape[0] <= few:
+        return _gemv(x, weight, bias, x.dtype, act=act)
+    if 0 < x.shape[0] <= gated:
+        return _skinny(x, weight, bias, x.dtype, act=act)
     return None
 
 
@@ -142,15 +158,27 @@ def _gemv(
 
 
 def _skinny(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    *,
+    act: str = "",
 ) -> torch.Tensor:
+    """See `_gemv`."""
+    gated = act != ""
     rows, (n, k) = x.shape[0], weight.shape
-    setting = config("skinny")
+    block_m = power_of_2(rows, 16)
+    what = "gated" if gated else "skinny"
+    setting = config(what, f"{n}x{k}/{block_m}", str(block_m))
+    # Measured: what comes up behind it slows the reading of a large weight by more than it gains.
+    overlapping = overlap(early=True) if n * k <= setting["overlap"] else {"OVERLAP": 0}
     x, weight = (y if y.stride(1) == 1 else y.contiguous() for y in (x, weight))
+    n = n // 2 if gated else n
     out = torch.empty((rows, n), dtype=dtype, device=x.device)
     block_n, block_k = setting["block_n"], setting["block_k"]
     blocks = triton.cdiv(n, block_n)
-    parts = max(
+    parts = setting.get("parts") or max(
         1,
         min(
             setting["programs"] * processors() // blocks, triton.cdiv(k, block_k * setting["steps"])
@@ -160,17 +188,15 @@ def _skinny(
     parts = triton.cdiv(k, part) if blocks <= COUNTERS else 1
     sums = arrived = out
     if parts > 1:
-        sums = torch.empty(parts * rows * n, dtype=torch.float32, device=x.device)
+        sums = torch.empty((1 + gated) * parts * rows * n, dtype=torch.float32, device=x.device)
         arrived = counters(x.device)
     else:
         part = triton.cdiv(k, block_k) * block_k
-    # Measured: what comes up behind it slows the reading of a large weight by more than it gains.
-    overlapping = overlap(early=True) if n * k <= setting["overlap"] else {"OVERLAP": 0}
     skinny_kernel[(blocks, parts)](
         x, weight, out if bias is None else bias.contiguous(), out, sums, arrived, x.stride(0),
         weight.stride(0), rows,
-        N=n, K=k, HAS_BIAS=bias is not None, PARTS=parts, PART=part, BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        N=n, K=k, HAS_BIAS=bias is not None, GATED=gated, GELU=act == "gelu", PARTS=parts,
+        PART=part, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
         STAGES=setting["stages"], num_warps=setting["warps"], **overlapping,
     )  # fmt: skip
     return out

@@ -1,7 +1,10 @@
 """Sums over the ranks of a tensor-parallel model, and the add and norm behind them.
 
 Providers: `peers` reads what the other ranks have written, in the order of ranks, in the kernel
-that adds and norms; `nccl` is the library's sum. Neither uses multicast.
+that adds and norms; `nccl` is the library's sum. Neither uses multicast. A few rows are sent to
+the peers (`exchange_kernels.py`), more of them stay where they are and the peers read them.
+
+What ranks exchange of the most probable tokens goes the way of a few rows too.
 """
 
 from __future__ import annotations
@@ -12,16 +15,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import triton
 
 from ...ops.declare import Array, dtype_name
 from ...ops.implement import implement
 from ...ops.native.torch_parallel import group, in_group
+from .exchange_kernels import best_kernel, reduce_few_kernel
 from .launch import FLOATS, overlap, power_of_2, processors
 from .reduce_kernels import reduce_kernel
 from .rows import MAX_WIDTH, _takes_add_norm, fused_add_rms_norm
 
 MOST_BYTES = 64 << 20
 """Of the rows that two ranks sum by reading each other's."""
+CHUNK = 4
+"""Rows of a program that the peers may read while it shows them the next ones."""
+FEW_ROWS = 64
+"""Up to how many rows are sent."""
+BEST_BLOCK = 32
+MOST_TOKENS = 1024
+"""Of which the ranks exchange the most probable at once."""
 MOST_BYTES_AMONG_MORE = 4 << 20
 """Of the rows where there are more ranks, each of which reads what all others have: the library's
 ring moves less. By reckoning: no more than two GPUs were there to measure it.
@@ -47,6 +59,16 @@ on_peers = partial(on_gpus, provider="peers", supported=_reaches_peers, preferre
 
 
 @dataclass(frozen=True, slots=True)
+class Boxes:
+    """Memory that peers send words of a few rows into: see `exchange_kernels.py`."""
+
+    rows: int
+    addresses: torch.Tensor
+    counts: torch.Tensor
+    late: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Peers:
     """Memory that the peers read and write, for `rows` rows. It lies outside of all graphs."""
 
@@ -59,6 +81,8 @@ class Peers:
     buffers: torch.Tensor
     flags: torch.Tensor
     counts: torch.Tensor
+    few: Boxes
+    best: Boxes
 
 
 _peers: Peers | None = None
@@ -69,27 +93,51 @@ def meet_peers(rows: int, width: int, dtype: torch.dtype) -> None:
     it, before anything is captured.
     """
     global _peers
-    import torch.distributed._symmetric_memory as symmetric
-
     device = torch.device("cuda", torch.cuda.current_device())
     world = dist.get_world_size(group())
     most = MOST_BYTES if world == 2 else MOST_BYTES_AMONG_MORE
     rows = max(1, min(rows, most // (width * dtype.itemsize)))
-    held = symmetric.empty(2 * rows * width, dtype=dtype, device=device)
-    flags = symmetric.empty(world, dtype=torch.int32, device=device)
-    flags.zero_()
-    handles = [symmetric.rendezvous(x, group()) for x in (held, flags)]
-    buffers, at_flags = (
-        torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device) for handle in handles
-    )
-    counts = torch.zeros(3, dtype=torch.int32, device=device)
+    few = min(rows, FEW_ROWS)
+    late = torch.zeros(1, dtype=torch.int32, device=device)
+    shared = _Shared(device)
+    buffers = shared.addresses(2 * rows * width * dtype.itemsize)
+    flags = shared.addresses(4 * world * rows)
+    boxes = [
+        Boxes(count, shared.addresses(2 * world * size), _zeros(count, device), late)
+        for count, size in (
+            (few, 2 * few * width * dtype.itemsize),
+            (MOST_TOKENS, 16 * MOST_TOKENS),
+        )
+    ]
     # Nobody signals before all flags are zero.
     torch.cuda.synchronize()
     dist.all_reduce(torch.zeros(1), group=group())
-    kept = held, flags, *handles
-    _peers = Peers(
-        dist.get_rank(group()), world, rows, width, dtype, kept, buffers, at_flags, counts
-    )
+    rank = dist.get_rank(group())
+    counts = _zeros(rows, device)
+    held = tuple(shared.held)
+    _peers = Peers(rank, world, rows, width, dtype, held, buffers, flags, counts, *boxes)
+
+
+def _zeros(count: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+class _Shared:
+    """Allocates memory that the ranks' GPUs share, and holds it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.held: list[Any] = []
+
+    def addresses(self, size: int) -> torch.Tensor:
+        """Where `size` bytes, which are zero, lie on each rank: [rank] int64."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        memory = symmetric.empty(size, dtype=torch.uint8, device=self._device)
+        memory.zero_()
+        handle = symmetric.rendezvous(memory, group())
+        self.held += memory, handle
+        return torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=self._device)
 
 
 def leave_peers() -> None:
@@ -110,14 +158,46 @@ def _launch(
     peers: Peers, x: Array, residual: Array | None, weight: Array | None, eps: float
 ) -> None:
     width, rows = power_of_2(peers.width), x.shape[0]
-    norm, many = residual is not None, rows > processors()
+    norm = residual is not None
+    tensors = x, residual if norm else x, weight if norm else x
+    strides = x.stride(0), 0 if residual is None else residual.stride(0)
+    shape = {"N": peers.width, "BLOCK_N": width, "RANK": peers.rank, "WORLD": peers.world}
+    if rows <= peers.few.rows:
+        boxes = peers.few
+        reduce_few_kernel[(rows,)](
+            *tensors, boxes.addresses, boxes.counts, boxes.late, eps, *strides, boxes.rows,
+            NORM=norm, num_warps=min(16, max(1, width // 256)), **shape, **overlap(early=True),
+        )  # fmt: skip
+        return
+    programs = min(rows, 2 * processors())
     # All programs run at once: two of 8 warps have room on a processor, whatever their registers.
-    reduce_kernel[(min(rows, 2 * processors()) if many else rows,)](
-        x, residual if norm else x, weight if norm else x, peers.buffers, peers.flags, peers.counts,
-        rows, eps, x.stride(0), 0 if residual is None else residual.stride(0), peers.rows,
-        N=peers.width, BLOCK_N=width, RANK=peers.rank, WORLD=peers.world, NORM=norm,
-        num_warps=min(8 if many else 16, max(1, width // 256)), **overlap(early=True),
+    reduce_kernel[(programs,)](
+        *tensors, peers.buffers, peers.flags, peers.counts, peers.few.late, rows, eps, *strides,
+        peers.rows, NORM=norm, CHUNK=min(CHUNK, power_of_2(triton.cdiv(rows, programs))),
+        num_warps=min(8, max(1, width // 256)), **shape, **overlap(early=True),
     )  # fmt: skip
+
+
+def best_of_peers(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor | None:
+    """The most probable tokens [row] of all words, the first of equal ones, from those of each
+    shard's words (-1: a logit was not finite) and its logits [row words]. None where there is no
+    memory for so many rows.
+    """
+    peers, rows = _peers, len(tokens)
+    if peers is None or rows > peers.best.rows or logits.stride(1) != 1:
+        return None
+    return _best(peers, tokens, logits)
+
+
+def _best(peers: Peers, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    rows, words = logits.shape
+    boxes, out = peers.best, torch.empty_like(tokens)
+    best_kernel[(triton.cdiv(rows, BEST_BLOCK),)](
+        tokens, logits, out, boxes.addresses, boxes.counts, boxes.late, rows, words,
+        logits.stride(0), boxes.rows, RANK=peers.rank, WORLD=peers.world, BLOCK=BEST_BLOCK,
+        num_warps=1, **overlap(early=True),
+    )  # fmt: skip
+    return out
 
 
 def _takes_rows(x: Array) -> bool:

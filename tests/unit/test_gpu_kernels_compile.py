@@ -44,9 +44,9 @@ def hopper(monkeypatch):
     if launch.INTERPRETED:
         pytest.skip("the interpreter has taken the compiler's place")
     monkeypatch.setattr(launch, "capability", lambda: (9, 0))
-    for module in ("attention", "sampling", "moe", "moe_narrow", "narrow", "reduce"):
+    for module in ("attention", "sampling", "moe", "moe_narrow", "narrow", "reduce", "gemv"):
         monkeypatch.setattr(f"twinfer.gpu.kernels.{module}.processors", lambda: 132)
-    for module in ("attention", "sampling", "narrow"):
+    for module in ("attention", "sampling", "narrow", "gemv"):
         monkeypatch.setattr(
             f"twinfer.gpu.kernels.{module}.counters",
             lambda device: torch.zeros(counters.COUNTERS, dtype=torch.int32),
@@ -401,18 +401,32 @@ def test_what_fails_beside_others_is_compiled_once_more(failures, caplog):
     assert all("ValueError('the cause')" in message for message in caplog.messages)
 
 
+@pytest.mark.parametrize("rows", [3, 20, 64])
+@pytest.mark.parametrize("act", ["", "silu", "gelu"])
+def test_products_of_some_rows_compile(compiled, rows, act):
+    from twinfer.gpu.kernels import gemv
+
+    x, weight = (torch.zeros((n, 512), dtype=torch.bfloat16) for n in (rows, 192))
+    gemv._skinny(x, weight, torch.zeros(192, dtype=x.dtype), x.dtype, act=act)
+    assert compiled == ["skinny_kernel"]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("world", [2, 4])
 def test_sums_over_peers_compile(compiled, dtype, world):
     from twinfer.gpu.kernels import reduce
 
     words = torch.zeros(world, dtype=torch.int64)
-    counts = torch.zeros(3, dtype=torch.int32)
-    peers = reduce.Peers(world - 1, world, 64, 4096, dtype, (), words, words, counts)
-    x, weight = torch.zeros((3, 4096), dtype=dtype), torch.zeros(4096, dtype=dtype)
-    reduce._launch(peers, x, x.clone(), weight, 1e-6)
-    reduce._launch(peers, x, None, None, 0.0)
-    assert compiled == ["reduce_kernel"] * 2
+    counts = torch.zeros(8, dtype=torch.int32)
+    boxes = reduce.Boxes(8, words, counts, counts)
+    peers = reduce.Peers(world - 1, world, 64, 4096, dtype, (), words, words, counts, boxes, boxes)
+    weight = torch.zeros(4096, dtype=dtype)
+    for rows in (3, 9):
+        x = torch.zeros((rows, 4096), dtype=dtype)
+        reduce._launch(peers, x, x.clone(), weight, 1e-6)
+        reduce._launch(peers, x, None, None, 0.0)
+    reduce._best(peers, torch.zeros(3, dtype=torch.int32), torch.zeros(3, 500))
+    assert compiled == ["reduce_few_kernel"] * 2 + ["reduce_kernel"] * 2 + ["best_kernel"]
 
 
 @pytest.mark.parametrize("chip", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])

@@ -1,0 +1,120 @@
+"""One of several ranks that sum through each other's memory, in Triton's interpreter: memory that
+processes share stands for that of GPUs.
+
+    python peer_process.py RANK WORLD FOLDER DTYPE
+"""
+
+import random
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from twinfer.gpu.kernels import exchange_kernels, reduce
+
+WIDTH, ROWS, EPS = 48, 4, 1e-5
+SUMS = (1, 3, 3, 2, 4, 1, 1, 1, 4, 1, 1, 1, 2, 1)
+"""Rows of each sum: what lies in a row's place was written a different number of sums ago."""
+
+
+def shared(folder, name, world, size):
+    """Addresses of `size` bytes of each rank, and what keeps them mapped."""
+    maps = [
+        np.memmap(folder / f"{name}{rank}", np.uint8, "r+", shape=size) for rank in range(world)
+    ]
+    addresses = torch.tensor([each.ctypes.data for each in maps], dtype=torch.int64)
+    return addresses, maps
+
+
+def peers_of(rank, world, folder, dtype):
+    zeros = [torch.zeros(n, dtype=torch.int32) for n in (ROWS, ROWS, 3)]
+    late = torch.zeros(1, dtype=torch.int32)
+    size = 2 * world * ROWS * WIDTH * 2 * dtype.itemsize
+    sums, *held = shared(folder, "sums", world, size)
+    best, *more = shared(folder, "best", world, 2 * world * 2 * ROWS * 8)
+    boxes = reduce.Boxes(ROWS, sums, zeros[0], late), reduce.Boxes(ROWS, best, zeros[1], late)
+    nothing = torch.zeros(world, dtype=torch.int64)
+    kept = held, more
+    return reduce.Peers(rank, world, ROWS, WIDTH, dtype, kept, nothing, nothing, zeros[2], *boxes)
+
+
+def part_of(rank, number, rows, dtype):
+    numbers = torch.Generator().manual_seed(100 * number + rank)
+    return torch.randn(rows, WIDTH, generator=numbers).to(dtype)
+
+
+def sum_all(peers):
+    """Sums of several numbers of rows, with and without the norm, against what they are."""
+    dtype, weight = peers.dtype, part_of(97, 0, 1, peers.dtype)[0]
+    for number, rows in enumerate(SUMS):
+        parts = [part_of(rank, number, rows, dtype) for rank in range(peers.world)]
+        total = sum((part.float() for part in parts), torch.zeros(rows, WIDTH)).to(dtype)
+        x, residual = parts[peers.rank].clone(), part_of(98, number, rows, dtype)
+        if number % 3 == 2:
+            reduce._launch(peers, x, None, None, 0.0)
+            assert torch.equal(x, total), number
+            continue
+        stream = (total.float() + residual.float()).to(dtype)
+        y = stream.float()
+        normed = y * torch.rsqrt(y.square().mean(1, keepdim=True) + EPS) * weight.float()
+        reduce._launch(peers, x, residual, weight, EPS)
+        assert torch.equal(residual, stream), number
+        torch.testing.assert_close(x, normed.to(dtype), rtol=1e-2, atol=1e-5)
+
+
+def choose_all(peers):
+    """The best of all words: the first of equal ones, none where a logit was not finite."""
+    words = 5
+    for number in range(4):
+        numbers = torch.Generator().manual_seed(number)
+        # so few values that shards have equal best ones
+        logits = torch.randint(0, 3, (ROWS, peers.world * words), generator=numbers).float()
+        logits[1, (number * 3) % logits.shape[1]] = float("nan")
+        own = logits[:, peers.rank * words : (peers.rank + 1) * words].contiguous()
+        tokens = own.argmax(1).to(torch.int32)
+        tokens[~own.isfinite().all(1)] = -1
+        found = reduce._best(peers, tokens, own)
+        want = logits.argmax(1).to(torch.int32)
+        want[1] = -1
+        assert torch.equal(found, want), (number, found, want)
+
+
+def lose_all(peers):
+    """The peers do not come, for they have ended."""
+    exchange_kernels.SPINS.value = 3
+    x = part_of(peers.rank, 0, 1, peers.dtype)
+    reduce._launch(peers, x, None, None, 0.0)
+    assert x.isnan().all()
+    assert peers.few.late.tolist() == [1]
+    logits = torch.zeros(2, 3)
+    assert reduce._best(peers, torch.zeros(2, dtype=torch.int32), logits).tolist() == [-1, -1]
+
+
+def read_late(rank):
+    """Let this rank send at once and read late, at random: the others begin the next exchange
+    meanwhile.
+    """
+    read, chance = exchange_kernels._awaited, random.Random(rank)
+
+    def late(*arguments):
+        time.sleep(chance.choice((0.0, 0.0, 0.5)))
+        return read(*arguments)
+
+    exchange_kernels._awaited = late
+
+
+def main():
+    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    peers = peers_of(rank, world, folder, getattr(torch, sys.argv[4]))
+    exchange_kernels.SPINS.value = 3_000
+    read_late(rank)
+    sum_all(peers)
+    choose_all(peers)
+    if rank == 0:
+        lose_all(peers)
+
+
+if __name__ == "__main__":
+    main()
