@@ -4,6 +4,7 @@ step's program.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -14,7 +15,9 @@ from .request_table import (
     MASKED,
     NO_STOP,
     POSITION,
+    PROCESSED,
     PROCESSOR_FIELDS,
+    UNKNOWN,
     RequestTable,
     ScheduledStep,
     padding_column,
@@ -34,6 +37,8 @@ from .step import (
     tables_of,
 )
 
+_NOBODY, _NO_ROWS = np.zeros(0, np.bool_), np.zeros(0, np.int64)
+
 
 def pack(
     step: ScheduledStep,
@@ -42,7 +47,7 @@ def pack(
     step_id: int,
     with_page_table: bool = False,
 ) -> StepInput:
-    """The input of `step`, in new buffers. Changes nothing. `with_page_table`: one that can be run
+    """The input of `step`. Changes nothing. `with_page_table`: one that can be run
     by itself.
 
     Valid only between the `schedule` that made the step and the next call to the scheduler, as the
@@ -64,10 +69,11 @@ def pack(
             "a step was packed too late: a request has left its row since it was scheduled"
         )
     level = _level(step)
-    waiting = processors = None
+    waiting = processors = histories = None
     if level >= MASKED:
-        waiting = _waiting(step, table)
-        processors = _processors(step, table, shape, SAMPLERS[level], waiting)
+        processors, waiting = _processors(step, table, shape, SAMPLERS[level])
+    if level == PROCESSED and with_page_table:
+        histories = histories_of(step.group.remembered[1], table)
     return StepInput(
         step_id=step_id,
         descriptor=step.descriptor,
@@ -86,6 +92,8 @@ def pack(
         if with_page_table
         else None,
         waiting=waiting,
+        new_tokens=None if with_page_table else step.new_tokens,
+        histories=histories,
     )
 
 
@@ -108,6 +116,14 @@ def page_table_of(
     tables = table.pages.reshape(shape.num_groups, table.max_rows, -1)
     pages[:, : len(rows), : table.pages_per_row] = tables[:, rows]
     return pages.reshape(-1, shape.pages_per_request)
+
+
+def histories_of(rows: np.ndarray, table: RequestTable) -> np.ndarray:
+    """`[k, H]` tokens of `rows` of the table that were read back; -1 behind them."""
+    histories: np.ndarray = table.tokens[rows]
+    places = np.arange(histories.shape[1])
+    histories[places >= table.known[rows][:, None]] = UNKNOWN
+    return histories
 
 
 def _stop_ids(step: ScheduledStep) -> np.ndarray:
@@ -191,15 +207,6 @@ def _rows_of(step: ScheduledStep, shape: StepShape) -> np.ndarray:
     return group.batch[1]
 
 
-def _padded_rows(step: ScheduledStep, table: RequestTable) -> np.ndarray:
-    """`[R]` rows of the padded batch: those behind the real ones are the padding row of the
-    table's columns.
-    """
-    rows = np.full(step.descriptor.requests, table.max_rows)
-    rows[: len(step.rows)] = step.rows
-    return rows
-
-
 def _sampling(step: ScheduledStep) -> np.ndarray:
     """The sampling buffer: fields that stay, and the positions of the tokens that are sampled."""
     fields = step.group.sampling(step.descriptor.requests).copy()
@@ -209,65 +216,112 @@ def _sampling(step: ScheduledStep) -> np.ndarray:
     return fields.reshape(-1)
 
 
+@dataclass(frozen=True, slots=True)
+class _Processors:
+    """What the processors of a group are made of, while `made_for` stays as it is.
+
+    `head` are the fields before the tables, `masked` and `biased` the requests with an entry of
+    their own in these. `buffer`: all of it, for steps to share, if no mask changes with the tokens.
+    """
+
+    made_for: tuple[object, ...]
+    head: np.ndarray
+    masked: list[int]
+    biased: list[int]
+    buffer: np.ndarray | None
+
+
 def _processors(
+    step: ScheduledStep, table: RequestTable, shape: StepShape, sampler: Sampler
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """(What `processor_layout` says, the requests that wait for masks, which are left open.)
+
+    Steps of a group share a buffer, which nobody may write to, if no mask changes.
+    """
+    group, rows = step.group, step.rows
+    pending = table.known[rows] == step.starts
+    bans = _NOBODY
+    if group.longest_min_total:
+        bans = step.ends < group.min_total
+    made_for = step.descriptor.requests, shape, sampler, pending.tobytes(), bans.tobytes()
+    kept = group.processors
+    if not isinstance(kept, _Processors) or kept.made_for != made_for:
+        kept = group.processors = _kept_processors(step, table, made_for, pending, bans)
+    if kept.buffer is not None:
+        return kept.buffer, None
+    # What may follow a token that was not read back is not known.
+    waiting = group.matched[(pending & step.samples)[group.matched]]
+    buffer = _with_entries(step, table, shape, sampler, kept, bans, set(waiting.tolist()))
+    if not len(group.matched):
+        buffer.flags.writeable = False
+        group.processors = replace(kept, buffer=buffer)
+    return buffer, waiting if len(waiting) else None
+
+
+def _kept_processors(
+    step: ScheduledStep,
+    table: RequestTable,
+    made_for: tuple[int, StepShape, Sampler, bytes, bytes],
+    pending: np.ndarray,
+    bans: np.ndarray,
+) -> _Processors:
+    """`pending` and `bans` [R] say of which requests the last token was not read back, and of which
+    stop ids are banned; `bans` [0]: of none.
+    """
+    requests, shape, sampler, *_ = made_for
+    layout = processor_layout(requests, shape, sampler)
+    group, rows, count = step.group, step.rows, len(step.rows)
+    is_masked = table.restricted[rows]
+    if len(bans):
+        is_masked |= bans
+    masked, biased = np.flatnonzero(is_masked), _NO_ROWS
+    head = np.full(layout.fields["bias_ids"].offset, -1, np.int32)
+    fields = {name: layout.view(head, name) for name in layout.fields if name not in TABLES}
+    if sampler == "processed":
+        biased = group.biased
+        remembered, their_rows = group.remembered
+        fields["history_row"][remembered] = their_rows
+    for name, which in (("bias_row", biased), ("mask_row", masked)):
+        fields[name][which] = np.arange(len(which))
+    fields["prompt_len"][:], fields["pending"][:], fields["rows"][:] = 0, 0, table.max_rows
+    fields["prompt_len"][:count] = table.prompt_len[rows]
+    fields["pending"][:count] = pending
+    fields["rows"][:count] = rows
+    for name, values in zip(PROCESSOR_FIELDS, table.processors, strict=True):
+        field = fields[name].view(np.int32)
+        field[:count], field[count:] = values[rows], values[-1]
+    return _Processors(made_for, head, masked.tolist(), biased.tolist(), None)
+
+
+def _with_entries(
     step: ScheduledStep,
     table: RequestTable,
     shape: StepShape,
     sampler: Sampler,
-    waiting: np.ndarray | None,
+    kept: _Processors,
+    bans: np.ndarray,
+    waiting: set[int],
 ) -> np.ndarray:
-    """What `processor_layout` says. The masks of `waiting` requests are left open."""
-    layout = processor_layout(step.descriptor.requests, shape, sampler)
-    rows, padded = step.rows, _padded_rows(step, table)
-    listed = rows.tolist()
-    numbers = table.processors.take(padded, axis=1)
-    bans = (step.ends < table.min_total[rows]).tolist()
-    masked = [i for i, row in enumerate(listed) if row in table.masks or bans[i]]
-    biased, remembered = [], []
-    if sampler == "processed":
-        biased = [i for i, row in enumerate(listed) if row in table.biases]
-        neutral = table.processors[:, -1:]
-        remembered = np.flatnonzero((numbers != neutral).any(axis=0)).tolist()
-    needed = {"history_row": remembered, "bias_row": biased, "mask_row": masked}
-    counts = {name: len(needed[row]) for name, row in TABLES.items()}
-    buffer = processors_for(layout, counts)
-    for row, which in needed.items():
-        layout.view(buffer, row)[which] = np.arange(len(which))
-    prompt_len, pending = layout.view(buffer, "prompt_len"), layout.view(buffer, "pending")
-    prompt_len[:], pending[:] = 0, 0
-    prompt_len[: len(rows)] = table.prompt_len[rows]
-    pending[: len(rows)] = table.known[rows] == step.starts
-    layout.view(buffer, "rows")[:] = padded
-    for name, values in zip(PROCESSOR_FIELDS, numbers, strict=True):
-        layout.view(buffer, name).view(np.int32)[:] = values
-    late = set() if waiting is None else set(waiting.tolist())
-    if not biased and not remembered and late.issuperset(masked):
-        return buffer
-    entries = tables_of(layout, buffer)
-    for index, mask in zip(masked, entries["masks"], strict=True):
-        if index in late:
-            continue  # `with_masks` brings it
-        own_mask = listed[index] in table.masks
-        mask[:] = _base_mask(table, listed[index], shape.vocab_size) if own_mask else -1
-        if bans[index]:
-            _ban(mask, table.stop_ids[rows[index]], shape.vocab_size)
-    for index, history in zip(remembered, entries["histories"], strict=True):
-        known = int(table.known[rows[index]])
-        history[:known], history[known:] = table.tokens[rows[index], :known], -1
-    for index, ids, bias in zip(biased, entries["bias_ids"], entries["bias"], strict=True):
-        own, values = table.biases[listed[index]]
-        ids[: len(own)], ids[len(own) :] = own, -1
-        bias[: len(own)], bias[len(own) :] = values, 0
-    return buffer
-
-
-def _waiting(step: ScheduledStep, table: RequestTable) -> np.ndarray | None:
-    """The requests whose texts have a form and whose last token was not read back yet: what may
-    follow it is not known.
+    """A new buffer of a group's processors, with the entries of its tables. The masks of `waiting`
+    requests are left open.
     """
-    pending = np.flatnonzero((table.known[step.rows] == step.starts) & step.samples)
-    found = [index for index in pending.tolist() if step.requests[index].matcher is not None]
-    return np.asarray(found) if found else None
+    layout, rows = processor_layout(step.descriptor.requests, shape, sampler), step.rows
+    sizes = {"bias_row": len(kept.biased), "mask_row": len(kept.masked)}
+    buffer = processors_for(layout, {name: sizes[row] for name, row in TABLES.items()})
+    buffer[: len(kept.head)] = kept.head
+    entries = tables_of(layout, buffer)
+    for index, mask in zip(kept.masked, entries["masks"], strict=True):
+        if index in waiting:
+            continue  # `with_masks` brings it
+        row = int(rows[index])
+        mask[:] = _base_mask(table, row, shape.vocab_size) if row in table.masks else -1
+        if len(bans) and bans[index]:
+            _ban(mask, table.stop_ids[row], shape.vocab_size)
+    for index, ids, bias in zip(kept.biased, entries["bias_ids"], entries["bias"], strict=True):
+        own, numbers = table.biases[int(rows[index])]
+        ids[: len(own)], ids[len(own) :] = own, -1
+        bias[: len(own)], bias[len(own) :] = numbers, 0
+    return buffer
 
 
 def _base_mask(table: RequestTable, row: int, vocab_size: int) -> np.ndarray | None:
