@@ -1,8 +1,10 @@
-"""The products of a mixture of experts whose weights are e2m1 with a scale for each 32 entries of k
-(mxfp4), on tensor cores: as those of `moe_narrow_kernels.py`, by the means of `fragment_kernel`.
+"""The products of a mixture of experts whose weights are fp8, or e2m1 with a scale for each 32
+entries of k (mxfp4), on tensor cores: as those of `moe_narrow_kernels.py`, by the means of
+`fragment_kernel`.
 
-A thread's 16 neighbouring bytes of a row are 32 entries, which share a scale. A step of a program
-is STEP entries of k for each of its warps, next to each other; k may end within a step.
+A thread takes CHUNK neighbouring entries of a row, 16 bytes, at a time; of e2m1 they share a scale.
+A step of a program is STEP entries of k for each of its warps, next to each other; k may end within
+a step.
 """
 
 from triton.experimental import gluon
@@ -10,70 +12,109 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._layouts import DistributedLinearLayout
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from .fragment_kernel import STEP, fp4_operand, step_layout, tokens_operand
+from .fragment_kernel import STEP, fp4_operand, fp8_operand, step_layout, tokens_operand
 from .moe_narrow_kernels import _between
 from .overlap import wait
 
-WORDS = gl.constexpr(16)
-"""32-bit words of a step of a row."""
-GROUP = gl.constexpr(32)
+
+@gluon.constexpr_function
+def _chunk(kind):
+    """Entries of 16 bytes of a row."""
+    return 32 if kind == "fp4" else 16
 
 
 @gluon.constexpr_function
-def _words(warps, rows):
-    """Which thread reads what of a step [warps, rows, 4 threads, 4 words]."""
+def _words(warps, rows, kind):
+    """Which thread reads what of a step [warps, rows, chunks, 4 words]: four of a warp share a row,
+    and have neighbouring chunks of it; of fp8 once more behind those of all four.
+    """
     return DistributedLinearLayout(
         [
             [0, 0, 0, 1],
             [0, 0, 0, 2],
             *([0, 8 << i, 0, 0] for i in range((rows // 8).bit_length() - 1)),
+            *([] if kind == "fp4" else [[0, 0, 4, 0]]),
         ],
         [[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
         [[1 << i, 0, 0, 0] for i in range(warps.bit_length() - 1)],
         [],
-        [warps, rows, 4, 4],
+        [warps, rows, 4 if kind == "fp4" else 8, 4],
+    )
+
+
+@gluon.constexpr_function
+def _tokens(warps, rows, kind):
+    """Which thread reads what of a step of x [warps, rows, STEP]: what it has of a weight's row."""
+    return (
+        step_layout(warps, rows, 5, False) if kind == "fp4" else step_layout(warps, rows, 4, True)
     )
 
 
 @gluon.jit
 def _sums(
-    weight, scale, of_weight, real, x, of_x, x_real, K: gl.constexpr, PARTS: gl.constexpr,
-    M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
+    weight, scale, of_weight, real, of_sum, sum_real, x, of_x, x_real, K: gl.constexpr,
+    KIND: gl.constexpr, GROUP: gl.constexpr, PARTS: gl.constexpr, M: gl.constexpr,
+    BLOCK_N: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr, OVERLAP: gl.constexpr,
     LAYOUT: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """Sums [warp n m] float32 of each warp over its part of k: of rows `of_weight` [warp n 1 1]
-    of the weight by rows at `of_x` [warp m 1] of x. Warp w takes the steps w % PARTS, then every
-    PARTS-th.
+    of the weight, in the layout of sums `of_sum` [warp n], by rows at `of_x` [warp m 1] of x. Warp
+    w takes the steps w % PARTS, then every PARTS-th. With OVERLAP it waits for x when it has asked
+    for AHEAD steps.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     steps: gl.constexpr = (K + PARTS * STEP - 1) // (PARTS * STEP)
+    chunk: gl.constexpr = _chunk(KIND)
+    chunks: gl.constexpr = STEP // chunk
+    groups: gl.constexpr = K // GROUP
+    fp4: gl.constexpr = KIND == "fp4"
     w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
     part = w[:, None, None, None] % PARTS
-    t = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
-    g = part * 4 + t[None, None, :, None]
+    t = gl.arange(0, chunks, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
+    g = part * chunks + t[None, None, :, None]
     j = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
-    words = weight + of_weight * (K // 8) + g * 4 + j[None, None, None, :]
-    scales = scale + of_weight * (K // GROUP) + g
+    words = weight + of_weight * (K // chunk * 4) + g * 4 + j[None, None, None, :]
+    # A scale is that of a thread's chunk, or multiplies sums: of a step, or of all.
+    scales = scale + of_weight * groups + g
+    sum_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None]
+    of_scale = scale + of_sum * groups
     x_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, TOKENS)))[:, None, None]
     i = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(1, TOKENS)))[None, None, :]
     at = x_w % PARTS * STEP + i
     total = gl.zeros([WARPS, BLOCK_N, M], gl.float32, layout=mma)
     asked, shares = (), ()
     for s in gl.static_range(steps + AHEAD):
+        if s == AHEAD:
+            wait(OVERLAP)
         if s < steps:
-            inside = real & (g + s * (PARTS * 4) < K // GROUP)
-            here = words + s * (PARTS * WORDS)
+            inside = real & (g + s * (PARTS * chunks) < K // chunk)
+            here = words + s * (PARTS * chunks * 4)
             asked += (gl.load(here, mask=inside, other=0, cache_modifier=".cg"),)  # type: ignore[assignment]
-            shares += (gl.load(scales + s * (PARTS * 4), mask=inside, other=0.0),)  # type: ignore[assignment]
+            if fp4:
+                of_chunk = scales + s * (PARTS * chunks)
+                shares += (gl.load(of_chunk, mask=inside, other=0.0),)  # type: ignore[assignment]
+            elif (groups > 1) | (s == 0):
+                first = (sum_w % PARTS + s * PARTS) * STEP
+                has = sum_real & (first < K)
+                shares += (gl.load(of_scale + first // GROUP, mask=has, other=0.0),)  # type: ignore[assignment]
         if s >= AHEAD:
-            a = fp4_operand(asked[s - AHEAD], shares[s - AHEAD], BLOCK_N, WARPS)
+            if fp4:
+                a = fp4_operand(asked[s - AHEAD], shares[s - AHEAD], BLOCK_N, WARPS)
+            else:
+                a = fp8_operand(asked[s - AHEAD], BLOCK_N, WARPS, gl.bfloat16)
             a = gl.convert_layout(a, left, assert_trivial=True)
             k = at + (s - AHEAD) * (PARTS * STEP)
-            b = tokens_operand(x + of_x + k, x_real & (k < K), "fp4", M, WARPS)
+            b = tokens_operand(x + of_x + k, x_real & (k < K), KIND, M, WARPS)
             b = gl.convert_layout(b, right, assert_trivial=True)
-            total = mma_v2(a, b, total)
+            if fp4 | (groups == 1):
+                total = mma_v2(a, b, total)
+            else:
+                now = mma_v2(a, b, gl.zeros([WARPS, BLOCK_N, M], gl.float32, layout=mma))
+                total += now * shares[s - AHEAD][:, :, None]
+    if (not fp4) & (groups == 1):
+        total = total * shares[0][:, :, None]
     return total
 
 
@@ -82,23 +123,35 @@ def _plus(a, b):
     return a + b
 
 
+@gluon.jit
+def _row(n, N: gl.constexpr, HALVES: gl.constexpr):
+    """Which row of an expert's weight is the n-th that programs take: if it lies in two HALVES,
+    each is followed by that of the other.
+    """
+    return n // 2 + n % 2 * N if HALVES else n
+
+
 @gluon.jit(do_not_specialize=["alpha", "limit"])
 def expert_kernel(
     x, weight, scale, bias, out, experts, order, starts, alpha, limit, x_stride, N: gl.constexpr,
     K: gl.constexpr, EXPERTS: gl.constexpr, TOP_K: gl.constexpr, GATED: gl.constexpr,
-    SORTED: gl.constexpr, HAS_BIAS: gl.constexpr, CLAMPED: gl.constexpr, M: gl.constexpr,
-    BLOCK_N: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr, BLOCK_E: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    SORTED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr,
+    CLAMPED: gl.constexpr, GELU: gl.constexpr, M: gl.constexpr, BLOCK_N: gl.constexpr,
+    WARPS: gl.constexpr, AHEAD: gl.constexpr, BLOCK_E: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Grid (block of rows of an expert's weight, block of rows of x if SORTED, else choice).
 
     N results of K entries. If GATED a block of the weight has gate and up of BLOCK_N / 2 of them,
     in turns. Rows of x are those of choices if GATED, else the choices themselves, sorted; blocks
     of M of them are one expert's. Not SORTED, a choice is a block.
+
+    If not GATED, who chose is read before the wait: the launch in front is LATE, and waited for it.
     """
-    wait(OVERLAP)
-    LAYOUT: gl.constexpr = _words(WARPS, BLOCK_N)
-    TOKENS: gl.constexpr = step_layout(WARPS, M, 5, False)
+    if GATED:
+        wait(OVERLAP)
+    LAYOUT: gl.constexpr = _words(WARPS, BLOCK_N, KIND)
+    TOKENS: gl.constexpr = _tokens(WARPS, M, KIND)
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     block = gl.program_id(1)
     if SORTED:
         line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -120,15 +173,19 @@ def expert_kernel(
         of_n: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
         n = gl.program_id(0) * BLOCK_N + gl.arange(0, BLOCK_N, layout=of_n)
         rows: gl.constexpr = 2 * N if GATED else N
-        row = n // 2 + n % 2 * N if GATED and not CLAMPED else n
-        row = expert.to(gl.int64) * rows + row
+        halves: gl.constexpr = GATED and not CLAMPED
+        row = expert.to(gl.int64) * rows + _row(n, N, halves)
+        of_sum: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, mma))
+        sum_n = gl.program_id(0) * BLOCK_N + gl.arange(0, BLOCK_N, layout=of_sum)
+        sum_row = expert.to(gl.int64) * rows + _row(sum_n, N, halves)
         m = first + gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))
         choice = gl.load(order + m, mask=m < stop, other=0) if SORTED else m
         of_x = (choice // TOP_K if GATED else m).to(gl.int64) * x_stride
         total = _sums(
-            weight, scale, row[None, :, None, None], (n < rows)[None, :, None, None], x,
-            of_x[None, :, None], (m < stop)[None, :, None], K, WARPS, M, BLOCK_N, WARPS, AHEAD,
-            LAYOUT, TOKENS,
+            weight, scale, row[None, :, None, None], (n < rows)[None, :, None, None],
+            sum_row[None, :], (sum_n < rows)[None, :], x, of_x[None, :, None],
+            (m < stop)[None, :, None], K, KIND, GROUP, WARPS, M, BLOCK_N, WARPS, AHEAD,
+            0 if GATED else OVERLAP, LAYOUT, TOKENS,
         )  # fmt: skip
         # Two rows of the weight, gate and up, are one thread's.
         results: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -138,13 +195,12 @@ def expert_kernel(
             0, BLOCK_N, layout=gl.SliceLayout(1, end_layout)
         )
         if HAS_BIAS:
-            at = line_n // 2 + line_n % 2 * N if GATED and not CLAMPED else line_n
-            of_bias = bias + expert.to(gl.int64) * rows + at
+            of_bias = bias + expert.to(gl.int64) * rows + _row(line_n, N, halves)
             y += gl.load(of_bias, mask=line_n < rows, other=0.0).to(gl.float32)[:, None]
         if GATED:
             pairs = y.reshape([results, 2, M]).permute([0, 2, 1])
             gate, up = gl.split(pairs)
-            y = _between(gate, up, alpha, limit, CLAMPED, False)
+            y = _between(gate, up, alpha, limit, CLAMPED, GELU)
         to: gl.constexpr = y.type.layout
         out_m = first + gl.arange(0, M, layout=gl.SliceLayout(0, to))
         out_n = gl.program_id(0) * results + gl.arange(0, results, layout=gl.SliceLayout(1, to))
@@ -165,16 +221,16 @@ def _chosen(experts, t, choice, TOP_K: gl.constexpr):
 @gluon.jit
 def token_down_kernel(
     hidden, weight, scale, bias, weights, experts, out, N: gl.constexpr, K: gl.constexpr,
-    EXPERTS: gl.constexpr, TOP_K: gl.constexpr, HAS_BIAS: gl.constexpr, BLOCK_N: gl.constexpr,
-    WARPS: gl.constexpr, PARTS: gl.constexpr, AHEAD: gl.constexpr, OVERLAP: gl.constexpr,
+    EXPERTS: gl.constexpr, TOP_K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
+    HAS_BIAS: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr,
+    AHEAD: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Grid (block of results, token): the results of its choices, each of which is PARTS warps',
-    by weight. WARPS / PARTS is at least TOP_K.
+    by weight. WARPS / PARTS is at least TOP_K. Choices are read before the wait, as there.
     """
-    wait(OVERLAP)
     M: gl.constexpr = 8
-    LAYOUT: gl.constexpr = _words(WARPS, BLOCK_N)
-    TOKENS: gl.constexpr = step_layout(WARPS, M, 5, False)
+    LAYOUT: gl.constexpr = _words(WARPS, BLOCK_N, KIND)
+    TOKENS: gl.constexpr = _tokens(WARPS, M, KIND)
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     t = gl.program_id(1)
     of_w: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
@@ -188,19 +244,21 @@ def token_down_kernel(
     x_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, TOKENS)))[:, None, None]
     of_x = (t * TOP_K + x_w // PARTS).to(gl.int64) * K
     own = _chosen(experts, t, x_w // PARTS, TOP_K)
-    total = _sums(
-        weight, scale, row, real, hidden, of_x, (m < 1) & (own >= 0) & (own < EXPERTS), K, PARTS,
-        M, BLOCK_N, WARPS, AHEAD, LAYOUT, TOKENS,
-    )  # fmt: skip
     sum_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None]
     sum_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
     sum_n = (gl.program_id(0) * BLOCK_N + sum_n)[None, :]
     of = _chosen(experts, t, sum_w // PARTS, TOP_K)
     valid = (of >= 0) & (of < EXPERTS)
+    sum_row = of.to(gl.int64) * N + sum_n
+    total = _sums(
+        weight, scale, row, real, sum_row, valid & (sum_n < N), hidden, of_x,
+        (m < 1) & (own >= 0) & (own < EXPERTS), K, KIND, GROUP, PARTS, M, BLOCK_N, WARPS, AHEAD,
+        OVERLAP, LAYOUT, TOKENS,
+    )  # fmt: skip
     if HAS_BIAS:
         # One warp of each choice adds it.
         has = valid & (sum_w % PARTS == 0) & (sum_n < N)
-        added = gl.load(bias + of.to(gl.int64) * N + sum_n, mask=has, other=0.0)
+        added = gl.load(bias + sum_row, mask=has, other=0.0)
         total += added.to(gl.float32)[:, :, None]
     share = gl.load(weights + t * TOP_K + sum_w // PARTS, mask=valid, other=0.0)
     total = gl.where(valid[:, :, None], total * share[:, :, None], 0.0)

@@ -124,18 +124,27 @@ def moe_experts_narrow(
     few = x.shape[0] <= config("moe_narrow", dtype_name(x))["few"]
     act = _Between(alpha, limit, gelu)
     product = _few if few else _many
-    fragments = _fragments_take(x, up, act) and _fragments_take(x, out, act)
+    fragments = _fragments_take(x, up) and _fragments_take(x, out)
     if few and experts.shape[1] <= 16 and fragments:
         product = _few_fragments
     return product(x, weights, experts, up, out, act)
 
 
-def _fragments_take(x: torch.Tensor, weight: _Weight, act: _Between, rows: int = 1) -> bool:
-    """Whether `expert_kernel`, which knows no gelu, takes a product whose experts have so many rows
-    on average.
-    """
-    mxfp4 = weight.kind == "fp4" and weight.group == 32 and dtype_name(x) == "bfloat16"
-    return mxfp4 and not act.gelu and hopper() and rows <= config("moe_fragments")["rows"]
+def _fragments_take(x: torch.Tensor, weight: _Weight, rows: int = 1) -> bool:
+    """Whether `expert_kernel` takes a product whose experts have so many rows on average."""
+    if weight.kind == "fp4":
+        fits = weight.group == 32
+    else:
+        whole = weight.group == weight.k or weight.group % 128 == 0
+        fits = weight.kind == "fp8" and weight.zero is None and whole and weight.k % 16 == 0
+    if not fits or dtype_name(x) != "bfloat16" or not hopper():
+        return False
+    return rows <= config("moe_fragments", weight.kind)["rows"]
+
+
+def _fragment_setting(kind: str, *variants: str) -> dict[str, int]:
+    """The launch configuration of a fragment kernel: of this kind of weights before any."""
+    return config("moe_fragments", *(f"{kind}/{name}" for name in variants), *variants)
 
 
 def _fragments(
@@ -148,21 +157,23 @@ def _fragments(
     (tokens, top_k), count, n = experts.shape, weight.values.shape[0], out.shape[1]
     choices = tokens * top_k
     if starts is None:
-        m, blocks, setting = 8, choices, config("moe_fragments", "few")
+        m, blocks, setting = 8, choices, _fragment_setting(weight.kind, "few")
     else:
         # Experts that have twice as many rows as others on average still have one block.
         m = next((rows for rows in (8, 16) if 2 * choices <= rows * count), 32)
         blocks = choices // m + min(count, choices)
-        setting = config("moe_fragments", str(m))
+        setting = _fragment_setting(weight.kind, f"{m}/{weight.k}", str(m))
     block_n, warps = setting["block_n"], setting["warps"]
     values, scale, _, bias = weight.arrays
     expert_kernel[(triton.cdiv(2 * n if gated else n, block_n), blocks)](
         x, values.view(torch.int32), scale, bias, out, experts,
         experts if order is None else order, experts if starts is None else starts, act.alpha,
         act.limit, x.stride(0), N=n, K=weight.k, EXPERTS=count, TOP_K=top_k, GATED=gated,
-        SORTED=starts is not None, HAS_BIAS=weight.bias is not None, CLAMPED=act.clamped, M=m,
-        BLOCK_N=block_n, WARPS=warps, AHEAD=setting["ahead"], BLOCK_E=power_of_2(count),
-        num_warps=warps, **overlap(early=True),
+        SORTED=starts is not None, KIND=weight.kind, GROUP=weight.group,
+        HAS_BIAS=weight.bias is not None, **act.constants, M=m, BLOCK_N=block_n, WARPS=warps,
+        AHEAD=setting["ahead"], BLOCK_E=power_of_2(count),
+        # LATE: what comes behind reads the choices before its wait.
+        num_warps=warps, **overlap(early=not gated),
     )  # fmt: skip
 
 
@@ -176,14 +187,14 @@ def _few_fragments(
     hidden = torch.empty((tokens * top_k, down.k), dtype=x.dtype, device=x.device)
     _fragments(x, up, hidden, experts, None, None, act, gated=True)
     out = torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
-    setting = config("moe_fragments", "few_down")
+    setting = _fragment_setting(down.kind, "few_down")
     block_n, slots = setting["block_n"], power_of_2(top_k)
     warps = max(setting["warps"], slots)
     values, scale, _, bias = down.arrays
     token_down_kernel[(triton.cdiv(dim, block_n), tokens)](
         hidden, values.view(torch.int32), scale, bias, weights, experts, out,
-        N=dim, K=down.k, EXPERTS=count, TOP_K=top_k, HAS_BIAS=down.bias is not None,
-        BLOCK_N=block_n, WARPS=warps, PARTS=warps // slots, AHEAD=setting["ahead"],
+        N=dim, K=down.k, EXPERTS=count, TOP_K=top_k, KIND=down.kind, GROUP=down.group,
+        HAS_BIAS=down.bias is not None, BLOCK_N=block_n, WARPS=warps, PARTS=warps // slots, AHEAD=setting["ahead"],
         num_warps=warps, **overlap(early=True),
     )  # fmt: skip
     return out
@@ -228,12 +239,15 @@ def _many(
     order, starts = sorted_by_expert(experts, count)
     hidden = torch.empty((tokens * top_k, down.k), dtype=x.dtype, device=x.device)
     rows = torch.empty((tokens * top_k, dim), dtype=x.dtype, device=x.device)
+    rows_each = triton.cdiv(tokens * top_k, count)
+    # Both or none: the second reads before its wait what the first has waited for.
+    by_fragments = _fragments_take(x, up, rows_each) and _fragments_take(x, down, rows_each)
     for source, weight, target, gated in ((x, up, hidden, True), (hidden, down, rows, False)):
-        if _fragments_take(x, weight, act, triton.cdiv(tokens * top_k, count)):
+        if by_fragments:
             _fragments(source, weight, target, experts, order, starts, act, gated=gated)
             continue
-        rows_each = rows_of_block(tokens * top_k, count)
-        variants = dtype_name(x), f"{weight.kind}/{rows_each}", rows_each
+        most = rows_of_block(tokens * top_k, count)
+        variants = dtype_name(x), f"{weight.kind}/{most}", most
         setting = config("moe_narrow_product", *variants)
         n, block_m = target.shape[1], setting["block_m"]
         blocks = tokens * top_k // block_m + min(count, tokens * top_k)

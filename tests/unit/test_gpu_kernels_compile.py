@@ -314,7 +314,7 @@ def test_mlp_of_narrow_weights_compiles(compiled, rows, kind, zeros):
     ("kind", "group", "act"),
     [
         *(("fp4", 32, "clamped"), ("fp4", 32, "silu"), ("fp8", 0, "silu"), ("int4", 128, "silu")),
-        *(("fp4", 32, "gelu"), ("fp8", 0, "gelu"), ("int4", 128, "gelu")),
+        *(("fp4", 32, "gelu"), ("fp8", 0, "gelu"), ("int4", 128, "gelu"), ("fp8", 128, "silu")),
     ],
 )
 def test_narrow_experts_compile(compiled, tokens, kind, group, act):
@@ -341,7 +341,7 @@ def test_narrow_experts_compile(compiled, tokens, kind, group, act):
         7.0 if clamped else 0.0,
         act == "gelu",
     )
-    fragments = kind == "fp4" and act != "gelu"
+    fragments = kind in ("fp4", "fp8")
     few = ["narrow_few_gated_kernel", "narrow_few_down_kernel"]
     product = "expert_kernel" if fragments and tokens < 300 else "narrow_product_kernel"
     many = ["sort_kernel", product, product, "combine_kernel"]
