@@ -194,8 +194,8 @@ def _few_fragments(
     token_down_kernel[(triton.cdiv(dim, block_n), tokens)](
         hidden, values.view(torch.int32), scale, bias, weights, experts, out,
         N=dim, K=down.k, EXPERTS=count, TOP_K=top_k, KIND=down.kind, GROUP=down.group,
-        HAS_BIAS=down.bias is not None, BLOCK_N=block_n, WARPS=warps, PARTS=warps // slots, AHEAD=setting["ahead"],
-        num_warps=warps, **overlap(early=True),
+        HAS_BIAS=down.bias is not None, BLOCK_N=block_n, WARPS=warps, PARTS=warps // slots,
+        AHEAD=setting["ahead"], num_warps=warps, **overlap(early=True),
     )  # fmt: skip
     return out
 
