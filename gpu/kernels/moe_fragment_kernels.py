@@ -137,7 +137,8 @@ def expert_kernel(
     K: gl.constexpr, EXPERTS: gl.constexpr, TOP_K: gl.constexpr, GATED: gl.constexpr,
     SORTED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr,
     CLAMPED: gl.constexpr, GELU: gl.constexpr, M: gl.constexpr, BLOCK_N: gl.constexpr,
-    WARPS: gl.constexpr, AHEAD: gl.constexpr, BLOCK_E: gl.constexpr, OVERLAP: gl.constexpr,
+    WARPS: gl.constexpr, AHEAD: gl.constexpr, HOLD: gl.constexpr, BLOCK_E: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Grid (block of rows of an expert's weight, block of rows of x if SORTED, else choice).
 
@@ -146,6 +147,8 @@ def expert_kernel(
     of M of them are one expert's. Not SORTED, a choice is a block.
 
     If not GATED, who chose is read before the wait: the launch in front is LATE, and waited for it.
+    With HOLD words stay asked for ahead: the assembler, which puts loads to where they are used,
+    takes none past a second wait, which has nothing left to wait for.
     """
     if GATED:
         wait(OVERLAP)
@@ -185,7 +188,7 @@ def expert_kernel(
             weight, scale, row[None, :, None, None], (n < rows)[None, :, None, None],
             sum_row[None, :], (sum_n < rows)[None, :], x, of_x[None, :, None],
             (m < stop)[None, :, None], K, KIND, GROUP, WARPS, M, BLOCK_N, WARPS, AHEAD,
-            0 if GATED else OVERLAP, LAYOUT, TOKENS,
+            OVERLAP if HOLD or not GATED else 0, LAYOUT, TOKENS,
         )  # fmt: skip
         # Two rows of the weight, gate and up, are one thread's.
         results: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N

@@ -171,7 +171,7 @@ def _fragments(
         act.limit, x.stride(0), N=n, K=weight.k, EXPERTS=count, TOP_K=top_k, GATED=gated,
         SORTED=starts is not None, KIND=weight.kind, GROUP=weight.group,
         HAS_BIAS=weight.bias is not None, **act.constants, M=m, BLOCK_N=block_n, WARPS=warps,
-        AHEAD=setting["ahead"], BLOCK_E=power_of_2(count),
+        AHEAD=setting["ahead"], HOLD=setting["hold"], BLOCK_E=power_of_2(count),
         # LATE: what comes behind reads the choices before its wait.
         num_warps=warps, **overlap(early=not gated),
     )  # fmt: skip
