@@ -350,6 +350,22 @@ def test_triton_experts_of_mxfp4(kernels, device, tokens, top_k, alpha):
     judge("moe_experts_narrow", arguments | chosen | {"limit": 0.9 if alpha else 0.0}, device)
 
 
+@pytest.mark.parametrize(("group", "gelu"), [(128, False), (0, True)])
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 4), (2, 3), (4, 3), (9, 4), (15, 4)])
+def test_triton_experts_of_fp8(kernels, device, tokens, top_k, group, gelu):
+    """The same blocks, scales of whole rows or of 128 entries, and biases."""
+    rng, (dim, inter, experts) = np.random.default_rng(tokens), (384, 128, 6)
+    chosen = _chosen(rng.normal(size=(tokens, experts - 1)), top_k, True)
+    chosen["experts"][-1, -1] = -1
+    arguments = {"x": normal(rng, "bfloat16", tokens, dim), "kind": "fp8", "gelu": gelu}
+    for name, n, k in (("gate_up", 2 * inter, dim), ("down", dim, inter)):
+        bias = None if gelu else normal(rng, "bfloat16", experts, n)
+        groups = k // group if group else 1
+        weight = _narrow(rng, "fp8", "bfloat16", groups, experts, n, k)
+        arguments |= _named(name, weight, bias)
+    judge("moe_experts_narrow", arguments | chosen | {"alpha": 0.0, "limit": 0.0}, device)
+
+
 @pytest.mark.parametrize(
     ("heads", "size", "page"),
     [((7, 1), 128, 32), ((8, 2), 80, 16), ((4, 4), 256, 64), ((8, 2), 64, 8), ((4, 1), 128, 16)],
