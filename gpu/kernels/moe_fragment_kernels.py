@@ -131,20 +131,49 @@ def _row(n, N: gl.constexpr, HALVES: gl.constexpr):
     return n // 2 + n % 2 * N if HALVES else n
 
 
+@gluon.jit
+def _count(word):
+    """How many bits are set."""
+    return gl.inline_asm_elementwise(
+        "popc.b32 $0, $1;", "=r,r", [word], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _place(words, n, WORDS: gl.constexpr):
+    """Which bit of WORDS words of 32 is the n-th that is set."""
+    word, place = words[0] + n * 0, n * 0
+    for w in gl.static_range(1, WORDS):
+        behind = n >= _count(word)
+        n = gl.where(behind, n - _count(word), n)
+        word = gl.where(behind, words[w], word)
+        place = gl.where(behind, 32 * w, place)
+    for i in gl.static_range(5):
+        here = _count((word >> (place % 32)) & ((1 << (16 >> i)) - 1))
+        behind = n >= here
+        n = gl.where(behind, n - here, n)
+        place = gl.where(behind, place + (16 >> i), place)
+    return place
+
+
 @gluon.jit(do_not_specialize=["alpha", "limit"])
 def expert_kernel(
     x, weight, scale, bias, out, experts, order, starts, alpha, limit, x_stride, N: gl.constexpr,
     K: gl.constexpr, EXPERTS: gl.constexpr, TOP_K: gl.constexpr, GATED: gl.constexpr,
-    SORTED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr,
+    SORTED: gl.constexpr, FOUND: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr,
     CLAMPED: gl.constexpr, GELU: gl.constexpr, M: gl.constexpr, BLOCK_N: gl.constexpr,
     WARPS: gl.constexpr, AHEAD: gl.constexpr, HOLD: gl.constexpr, BLOCK_E: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Grid (block of rows of an expert's weight, block of rows of x if SORTED, else choice).
 
+    Choices of an expert are SORTED, or each program finds them among all, of which there are at
+    most 32 times FOUND, or a choice is a block of its own. Where they are found, the program of
+    every M-th choice of an expert, from its first on, has so many; others leave.
+
     N results of K entries. If GATED a block of the weight has gate and up of BLOCK_N / 2 of them,
-    in turns. Rows of x are those of choices if GATED, else the choices themselves, sorted; blocks
-    of M of them are one expert's. Not SORTED, a choice is a block.
+    in turns. Rows of x are those of choices if GATED, else the choices themselves, as they are
+    sorted; blocks of up to M of them are one expert's.
 
     If not GATED, who chose is read before the wait: the launch in front is LATE, and waited for it.
     With HOLD words stay asked for ahead: the assembler, which puts loads to where they are used,
@@ -167,11 +196,25 @@ def expert_kernel(
         own = e == expert
         first = gl.sum(gl.where(own, begin + (block - last + blocks) * M, 0), 0)
         stop = gl.sum(gl.where(own, end, 0), 0)
+        leads = first < stop
+    elif FOUND:
+        expert = gl.load(experts + block)
+        # A warp has all choices of a word, in the order of its lanes.
+        lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+        words, first, stop = (), 0, 0
+        for w in gl.static_range(FOUND):
+            i = 32 * w + lane
+            own = gl.load(experts + i, mask=i < gl.num_programs(1), other=-1) == expert
+            words += (gl.sum(gl.where(own, 1 << lane, 0), 0),)  # type: ignore[assignment]
+            first += gl.sum((own & (i < block)).to(gl.int32), 0)
+            stop += gl.sum(own.to(gl.int32), 0)
+        leads = first % M == 0
     else:
         expert = gl.load(experts + block)
         first = block
         stop = block + 1
-    if (expert >= 0) & (expert < EXPERTS):
+        leads = first < stop
+    if (expert >= 0) & (expert < EXPERTS) & leads:
         # The rows of the weight: of gate and up in turns, or in two halves.
         of_n: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
         n = gl.program_id(0) * BLOCK_N + gl.arange(0, BLOCK_N, layout=of_n)
@@ -182,8 +225,14 @@ def expert_kernel(
         sum_n = gl.program_id(0) * BLOCK_N + gl.arange(0, BLOCK_N, layout=of_sum)
         sum_row = expert.to(gl.int64) * rows + _row(sum_n, N, halves)
         m = first + gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))
-        choice = gl.load(order + m, mask=m < stop, other=0) if SORTED else m
-        of_x = (choice // TOP_K if GATED else m).to(gl.int64) * x_stride
+        if SORTED:
+            choice = gl.load(order + m, mask=m < stop, other=0)
+        elif FOUND:
+            choice = _place(words, m, FOUND)
+        else:
+            choice = m
+        of_x = choice // TOP_K if GATED else (m if SORTED else choice)
+        of_x = of_x.to(gl.int64) * x_stride
         total = _sums(
             weight, scale, row[None, :, None, None], (n < rows)[None, :, None, None],
             sum_row[None, :], (sum_n < rows)[None, :], x, of_x[None, :, None],
@@ -210,6 +259,8 @@ def expert_kernel(
         target = out_m
         if SORTED and not GATED:
             target = gl.load(order + out_m, mask=out_m < stop, other=0)
+        elif FOUND:
+            target = _place(words, out_m, FOUND)
         place = out + target.to(gl.int64)[None, :] * N + out_n[:, None]
         mask = (out_m < stop)[None, :] & (out_n < N)[:, None]
         gl.store(place, y.to(out.dtype.element_ty), mask=mask)

@@ -150,18 +150,21 @@ def _fragment_setting(kind: str, *variants: str) -> dict[str, int]:
 def _fragments(
     x: torch.Tensor, weight: _Weight, out: torch.Tensor, experts: torch.Tensor,
     order: torch.Tensor | None, starts: torch.Tensor | None, act: _Between, *, gated: bool,
+    found: int = 0,
 ) -> None:  # fmt: skip
-    """Rows by the weights of their experts: of each choice, or of choices as they are sorted."""
+    """Rows by the weights of their experts: of choices as they are sorted, or as they are `found`
+    among so many times 32, or of each choice.
+    """
     from .moe_fragment_kernels import expert_kernel  # in a language of its own
 
     (tokens, top_k), count, n = experts.shape, weight.values.shape[0], out.shape[1]
     choices = tokens * top_k
-    if starts is None:
+    if starts is None and not found:
         m, blocks, setting = 8, choices, _fragment_setting(weight.kind, "few")
     else:
         # Experts that have twice as many rows as others on average still have one block.
         m = next((rows for rows in (8, 16) if 2 * choices <= rows * count), 32)
-        blocks = choices // m + min(count, choices)
+        blocks = choices if found else choices // m + min(count, choices)
         setting = _fragment_setting(weight.kind, f"{m}/{weight.k}", str(m))
     block_n, warps = setting["block_n"], setting["warps"]
     values, scale, _, bias = weight.arrays
@@ -169,7 +172,7 @@ def _fragments(
         x, values.view(torch.int32), scale, bias, out, experts,
         experts if order is None else order, experts if starts is None else starts, act.alpha,
         act.limit, x.stride(0), N=n, K=weight.k, EXPERTS=count, TOP_K=top_k, GATED=gated,
-        SORTED=starts is not None, KIND=weight.kind, GROUP=weight.group,
+        SORTED=starts is not None, FOUND=found, KIND=weight.kind, GROUP=weight.group,
         HAS_BIAS=weight.bias is not None, **act.constants, M=m, BLOCK_N=block_n, WARPS=warps,
         AHEAD=setting["ahead"], HOLD=setting["hold"], BLOCK_E=power_of_2(count),
         # LATE: what comes behind reads the choices before its wait.
@@ -236,21 +239,27 @@ def _many(
     act: _Between,
 ) -> torch.Tensor:  # fmt: skip
     (tokens, top_k), (count, dim, _) = experts.shape, down.values.shape
-    order, starts = sorted_by_expert(experts, count)
-    hidden = torch.empty((tokens * top_k, down.k), dtype=x.dtype, device=x.device)
-    rows = torch.empty((tokens * top_k, dim), dtype=x.dtype, device=x.device)
-    rows_each = triton.cdiv(tokens * top_k, count)
+    choices = tokens * top_k
+    hidden = torch.empty((choices, down.k), dtype=x.dtype, device=x.device)
+    rows = torch.empty((choices, dim), dtype=x.dtype, device=x.device)
+    rows_each = triton.cdiv(choices, count)
     # Both or none: the second reads before its wait what the first has waited for.
     by_fragments = _fragments_take(x, up, rows_each) and _fragments_take(x, down, rows_each)
+    found = power_of_2(triton.cdiv(choices, 32))
+    if not by_fragments or 32 * found > config("moe_fragments", up.kind)["found"]:
+        found = 0
+    order, starts = (None, None) if found else sorted_by_expert(experts, count)
     for source, weight, target, gated in ((x, up, hidden, True), (hidden, down, rows, False)):
         if by_fragments:
-            _fragments(source, weight, target, experts, order, starts, act, gated=gated)
+            _fragments(
+                source, weight, target, experts, order, starts, act, gated=gated, found=found
+            )
             continue
-        most = rows_of_block(tokens * top_k, count)
+        most = rows_of_block(choices, count)
         variants = dtype_name(x), f"{weight.kind}/{most}", most
         setting = config("moe_narrow_product", *variants)
         n, block_m = target.shape[1], setting["block_m"]
-        blocks = tokens * top_k // block_m + min(count, tokens * top_k)
+        blocks = choices // block_m + min(count, choices)
         narrow_product_kernel[(triton.cdiv(n, setting["block_n"]), blocks)](
             source, *weight.arrays, target, order, starts, act.alpha, act.limit, source.stride(0),
             N=n, K=weight.k, EXPERTS=count, TOP_K=top_k, GATED=gated, **weight.constants,
