@@ -160,10 +160,10 @@ def _place(words, n, WORDS: gl.constexpr):
 def expert_kernel(
     x, weight, scale, bias, out, experts, order, starts, alpha, limit, x_stride, N: gl.constexpr,
     K: gl.constexpr, EXPERTS: gl.constexpr, TOP_K: gl.constexpr, GATED: gl.constexpr,
-    SORTED: gl.constexpr, FOUND: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr,
-    CLAMPED: gl.constexpr, GELU: gl.constexpr, M: gl.constexpr, BLOCK_N: gl.constexpr,
-    WARPS: gl.constexpr, AHEAD: gl.constexpr, HOLD: gl.constexpr, BLOCK_E: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    SORTED: gl.constexpr, FOUND: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
+    HAS_BIAS: gl.constexpr, CLAMPED: gl.constexpr, GELU: gl.constexpr, M: gl.constexpr,
+    BLOCK_N: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr, HOLD: gl.constexpr,
+    BLOCK_E: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Grid (block of rows of an expert's weight, block of rows of x if SORTED, else choice).
 
