@@ -114,7 +114,7 @@ def _sums(
                 now = mma_v2(a, b, gl.zeros([WARPS, BLOCK_N, M], gl.float32, layout=mma))
                 total += now * shares[s - AHEAD][:, :, None]
     if (not fp4) & (groups == 1):
-        total = total * shares[0][:, :, None]
+        total = total * shares[0][:, :, None]  # type: ignore[misc]
     return total
 
 
