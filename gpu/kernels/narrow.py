@@ -205,7 +205,7 @@ def linear_fp8(
     dtype: str,
 ) -> Array:
     """See the op: products of e4m3 in bfloat16, sums in float32."""
-    if x_scale is None and quantises(x, weight, weight_scale):
+    if x_scale is None and _quantises(x, weight, weight_scale):
         return _quantizing_gemv(x, weight, weight_scale, bias, getattr(torch, dtype))
     if x_scale is None:
         x, x_scale = quantize_fp8_dynamic(x, "row", 0)
@@ -290,11 +290,6 @@ class Product(NamedTuple):
         }
 
 
-def of_rows(scale: torch.Tensor, n: int) -> torch.Tensor:
-    """Scales of each of n rows: one for all of them is that of each."""
-    return (scale if scale.shape[0] == n else scale.expand(n, -1)).contiguous()
-
-
 def prepared(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -312,7 +307,8 @@ def prepared(
     return Product(
         x if x.stride(1) == 1 else x.contiguous(),
         weight.contiguous(),
-        of_rows(scale, n),
+        # One scale for all rows of the weight is that of each.
+        (scale if scale.shape[0] == n else scale.expand(n, -1)).contiguous(),
         None if zero is None else zero.contiguous(),
         x_scale if x_scale is None or x_scale.stride(1) == 1 else x_scale.contiguous(),
         None if bias is None else bias.contiguous(),
@@ -349,14 +345,14 @@ def _product(
     return out
 
 
-def quantises(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> bool:
+def _quantises(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> bool:
     """Whether `quantizing_gemv_kernel` takes these rows: it holds each as a whole."""
     setting, k = config("quantizing_gemv"), x.shape[1]
     few = x.shape[0] <= min(2, setting["rows"]) and scale.shape[1] == 1
     return few and power_of_2(k) <= min(setting["most_k"], 9 * k // 8)
 
 
-def spread(blocks: int, most: int) -> int:
+def _programs(blocks: int, most: int) -> int:
     """How many programs, at most `most`, take as many blocks each as the busiest has to."""
     return triton.cdiv(blocks, triton.cdiv(blocks, most))
 
@@ -371,13 +367,13 @@ def _quantizing_gemv(
     rows, (n, k) = x.shape[0], weight.shape
     setting, block_k = config("quantizing_gemv"), power_of_2(k)
     x = x if x.stride(1) == 1 else x.contiguous()
-    scale = of_rows(scale, n)
+    scale = (scale if scale.shape[0] == n else scale.expand(n, -1)).contiguous()
     out = torch.empty((rows, n), dtype=dtype, device=x.device)
     if rows == 0:
         return out
     most = setting["programs"] * processors()
     block_n = block_rows(n, setting["entries"] // (block_k * rows), most)
-    quantizing_gemv_kernel[(spread(triton.cdiv(n, block_n), most),)](
+    quantizing_gemv_kernel[(_programs(triton.cdiv(n, block_n), most),)](
         x, weight.contiguous(), scale, out if bias is None else bias.contiguous(), out,
         x.stride(0),
         N=n, K=k, ROWS=rows, HAS_BIAS=bias is not None, BLOCK_N=block_n, BLOCK_K=block_k,

@@ -1,5 +1,4 @@
-"""gated_mlp_fp8: the activation and the quantisation of what it gives are one launch, or for one
-token parts of the products.
+"""gated_mlp_fp8: the activation and the quantisation of what it gives are one launch.
 gated_mlp_grouped: for few tokens and weights of int4 the activation is part of the product.
 """
 
@@ -8,13 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import triton
 
 from ...ops.declare import Array, dtype_name
 from ...ops.implement import Refusal, implement
 from ...ops.reference.narrow import FP8_UNITS
-from .gemv import block_columns, block_rows
-from .launch import capability, config, overlap, power_of_2, processors, triton_kernel
+from .launch import capability, config, overlap, power_of_2, triton_kernel
 from .narrow import (
     UNITS_CAPABILITY,
     fragments,
@@ -22,17 +19,13 @@ from .narrow import (
     linear_fp8,
     linear_fp8_units,
     linear_grouped,
-    of_rows,
     prepared,
-    quantises,
     refused_groups,
-    spread,
     takes_grouped,
     takes_quantised,
     takes_units,
 )
 from .narrow_kernels import silu_quantize_kernel
-from .narrow_mlp_kernels import gated_gemv_kernel, scaling_gemv_kernel
 from .rows import silu_and_mul
 
 MOST_GATED = 1 << 15
@@ -136,50 +129,10 @@ def _mlp(
     down_bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """The MLP, by an implementation of `linear_fp8`."""
-    if x.shape[0] == 1 and quantises(x, gate_up, gate_up_scale) and down_scale.shape[1] == 1:
-        return _of_one(x, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias)
     dtype = dtype_name(x)
     both = linear(x, gate_up, None, gate_up_scale, gate_up_bias, dtype)
     values, scale = _silu_quantised(both)
     return linear(values, down, scale, down_scale, down_bias, dtype)
-
-
-def _of_one(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_scale: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down: torch.Tensor,
-    down_scale: torch.Tensor,
-    down_bias: torch.Tensor | None,
-) -> torch.Tensor:
-    """The MLP of one token in two launches: the bits of its finer ops' kernels."""
-    (n, inter), k = down.shape, x.shape[1]
-    x = x if x.stride(1) == 1 else x.contiguous()
-    hidden = torch.empty((1, inter), dtype=x.dtype, device=x.device)
-    setting, block_k = config("quantizing_gemv"), power_of_2(k)
-    most = setting["programs"] * processors()
-    block_n = block_rows(inter, setting["entries"] // (2 * block_k), most)
-    programs = spread(triton.cdiv(inter, block_n), most)
-    largest = torch.empty(programs, dtype=torch.float32, device=x.device)
-    gated_gemv_kernel[(programs,)](
-        x, gate_up.contiguous(), of_rows(gate_up_scale, 2 * inter),
-        hidden if gate_up_bias is None else gate_up_bias.contiguous(), hidden, largest,
-        N=inter, K=k, HAS_BIAS=gate_up_bias is not None, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=setting["warps"], **overlap(early=True),
-    )  # fmt: skip
-    out = torch.empty((1, n), dtype=x.dtype, device=x.device)
-    setting = config("scaling_gemv")
-    block_k = block_columns(inter, setting["block_k"])
-    block_n = block_rows(n, setting["entries"] // block_k, setting["programs"] * processors())
-    scaling_gemv_kernel[(triton.cdiv(n, block_n),)](
-        hidden, largest, down.contiguous(), of_rows(down_scale, n),
-        out if down_bias is None else down_bias.contiguous(), out,
-        N=n, K=inter, PARTS=programs, HAS_BIAS=down_bias is not None, BLOCK_N=block_n,
-        BLOCK_K=block_k, BLOCK_P=power_of_2(programs), num_warps=setting["warps"],
-        **overlap(early=True),
-    )  # fmt: skip
-    return out
 
 
 def _silu_quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -44,7 +44,7 @@ def hopper(monkeypatch):
     if launch.INTERPRETED:
         pytest.skip("the interpreter has taken the compiler's place")
     monkeypatch.setattr(launch, "capability", lambda: (9, 0))
-    for module in ("attention", "sampling", "moe", "moe_narrow", "narrow", "narrow_mlp", "reduce"):
+    for module in ("attention", "sampling", "moe", "moe_narrow", "narrow", "reduce"):
         monkeypatch.setattr(f"twinfer.gpu.kernels.{module}.processors", lambda: 132)
     for module in ("attention", "sampling", "narrow"):
         monkeypatch.setattr(
@@ -282,11 +282,9 @@ def test_mlp_of_fp8_compiles(compiled, rows):
     down = torch.zeros(dim, inter, dtype=torch.float8_e4m3fn), torch.zeros(dim, 1), None
     narrow_mlp.gated_mlp_fp8(torch.zeros(rows, dim, dtype=torch.bfloat16), *up, *down)
     product = "fragment_kernel" if rows <= 16 else "narrow_kernel"
-    first = ["quantizing_gemv_kernel"] if rows == 2 else ["quantize_kernel", product]
-    if rows == 1:
-        assert compiled == ["gated_gemv_kernel", "scaling_gemv_kernel"]
-    else:
-        assert compiled == [*first, "silu_quantize_kernel", product]
+    first = ["quantizing_gemv_kernel"] if rows <= 2 else ["quantize_kernel", product]
+    second = "narrow_gemv_kernel" if rows == 1 else product
+    assert compiled == [*first, "silu_quantize_kernel", second]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 300])
