@@ -168,11 +168,12 @@ def _many(
 ) -> torch.Tensor:
     (tokens, top_k), (count, dim, inter) = experts.shape, down.shape
     choices = tokens * top_k
-    order, starts = sorted_by_expert(experts, count)
+    found = choices <= config("moe")["found"]
+    order, starts = (experts, experts) if found else sorted_by_expert(experts, count)
     hidden = torch.empty((choices, inter), dtype=x.dtype, device=x.device)
     rows = torch.empty((choices, dim), dtype=x.dtype, device=x.device)
-    _product(x, gate_up, hidden, order, starts, top_k, gated=True, gelu=gelu)
-    _product(hidden, down, rows, order, starts, top_k, gated=False)
+    _product(x, gate_up, hidden, order, starts, top_k, found=found, gated=True, gelu=gelu)
+    _product(hidden, down, rows, order, starts, top_k, found=found, gated=False)
     return combined(rows, weights, experts, count, x)
 
 
@@ -222,18 +223,21 @@ def _product(
     starts: torch.Tensor,
     top_k: int,
     *,
+    found: bool,
     gated: bool,
     gelu: bool = False,
 ) -> None:
-    """Rows by the weights of their experts; which blocks they are cut into follows from shapes."""
-    choices, (count, n, k) = order.shape[0], weight.shape
+    """Rows by the weights of their experts; which blocks they are cut into follows from shapes.
+    `order` and `starts` are as choices were sorted, or if `found` both the experts.
+    """
+    choices, (count, n, k) = order.numel(), weight.shape
     n = n // 2 if gated else n
     setting = config("moe_product", dtype_name(x), rows_of_block(choices, count))
     block_m = setting["block_m"]
-    blocks = choices // block_m + min(count, choices)
+    blocks = choices if found else choices // block_m + min(count, choices)
     product_kernel[(triton.cdiv(n, setting["block_n"]), blocks)](
         x, weight, out, order, starts, x.stride(0),
         N=n, K=k, EXPERTS=count, TOP_K=top_k, GATED=gated, GELU=gelu, BLOCK_M=block_m,
         BLOCK_N=setting["block_n"], BLOCK_K=setting["block_k"], BLOCK_E=power_of_2(count),
-        STAGES=setting["stages"], num_warps=setting["warps"], **overlap(early=True),
+        FOUND=found, STAGES=setting["stages"], num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip

@@ -175,12 +175,10 @@ def expert_kernel(
     in turns. Rows of x are those of choices if GATED, else the choices themselves, as they are
     sorted; blocks of up to M of them are one expert's.
 
-    If not GATED, who chose is read before the wait: the launch in front is LATE, and waited for it.
     With HOLD words stay asked for ahead: the assembler, which puts loads to where they are used,
     takes none past a second wait, which has nothing left to wait for.
     """
-    if GATED:
-        wait(OVERLAP)
+    wait(OVERLAP)
     LAYOUT: gl.constexpr = _words(WARPS, BLOCK_N, KIND)
     TOKENS: gl.constexpr = _tokens(WARPS, M, KIND)
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
@@ -237,7 +235,7 @@ def expert_kernel(
             weight, scale, row[None, :, None, None], (n < rows)[None, :, None, None],
             sum_row[None, :], (sum_n < rows)[None, :], x, of_x[None, :, None],
             (m < stop)[None, :, None], K, KIND, GROUP, WARPS, M, BLOCK_N, WARPS, AHEAD,
-            OVERLAP if HOLD or not GATED else 0, LAYOUT, TOKENS,
+            OVERLAP if HOLD else 0, LAYOUT, TOKENS,
         )  # fmt: skip
         # Two rows of the weight, gate and up, are one thread's.
         results: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -280,8 +278,9 @@ def token_down_kernel(
     AHEAD: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Grid (block of results, token): the results of its choices, each of which is PARTS warps',
-    by weight. WARPS / PARTS is at least TOP_K. Choices are read before the wait, as there.
+    by weight. WARPS / PARTS is at least TOP_K.
     """
+    wait(OVERLAP)
     M: gl.constexpr = 8
     LAYOUT: gl.constexpr = _words(WARPS, BLOCK_N, KIND)
     TOKENS: gl.constexpr = _tokens(WARPS, M, KIND)
@@ -307,7 +306,7 @@ def token_down_kernel(
     total = _sums(
         weight, scale, row, real, sum_row, valid & (sum_n < N), hidden, of_x,
         (m < 1) & (own >= 0) & (own < EXPERTS), K, KIND, GROUP, PARTS, M, BLOCK_N, WARPS, AHEAD,
-        OVERLAP, LAYOUT, TOKENS,
+        0, LAYOUT, TOKENS,
     )  # fmt: skip
     if HAS_BIAS:
         # One warp of each choice adds it.

@@ -3,6 +3,7 @@
 All sizes are read on the device and the grids depend on shapes alone, so a graph can capture the
 launches. With blocks of M rows, the choices of T tokens take at most choices // M + min(experts,
 choices) blocks: a program finds the expert of its block in `starts`, and leaves if there is none.
+Few choices are not sorted (`rows_of_program`).
 """
 
 import triton
@@ -119,32 +120,101 @@ def sort_kernel(
 
 
 @triton.jit
+def _bits(word):
+    """How many bits of uint32 are set."""
+    word -= (word >> 1) & 0x55555555
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    return ((((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _own_choices(experts, expert, first):
+    """Which of 32 choices from `first` on are an expert's, as bits: a warp has one in each lane."""
+    lane = tl.arange(0, 32)
+    own = tl.load(experts + first + lane, mask=first + lane < tl.num_programs(1), other=-1)
+    return tl.sum((own == expert).to(tl.uint32) << lane.to(tl.uint32), 0).to(tl.uint32)
+
+
+@triton.jit
+def _bits_before(word, n):
+    """How many bits before the n-th are set; n may be less than 0 or more than 32."""
+    shift = tl.minimum(tl.maximum(n, 0), 31).to(tl.uint32)
+    before = tl.cast(1, tl.uint32) << shift
+    return _bits(tl.where(n > 31, word, word & (before - 1)))
+
+
+@triton.jit
+def _bit(a, b, c, d, n):
+    """Which bit of four words is the n-th that is set."""
+    word, place = tl.zeros(n.shape, tl.uint32) + a, tl.zeros(n.shape, tl.int32)
+    for w in tl.static_range(1, 4):
+        here = _bits(word)
+        behind = n >= here
+        n = tl.where(behind, n - here, n)
+        word = tl.where(behind, b if w == 1 else (c if w == 2 else d), word)
+        place = tl.where(behind, 32 * w, place)
+    for i in tl.static_range(5):
+        here = _bits((word >> (place % 32).to(tl.uint32)) & ((1 << (16 >> i)) - 1))
+        behind = n >= here
+        n = tl.where(behind, n - here, n)
+        place = tl.where(behind, place + (16 >> i), place)
+    return place
+
+
+@triton.jit
+def rows_of_program(
+    order, starts, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
+    FOUND: tl.constexpr,
+):  # fmt: skip
+    """(The expert of block program_id(1), EXPERTS if there is none; which rows those of its choices
+    are among all, which choices they are, and whether they are any).
+
+    FOUND: `order` has the experts of all choices, at most 128, and a row is a choice's own. The
+    program of every BLOCK_M-th choice of an expert, from the first on, has these; others have none.
+    A warp finds all that by itself. Else choices were sorted.
+    """
+    block = tl.program_id(1)
+    if FOUND:
+        expert = tl.load(order + block)
+        a, b = _own_choices(order, expert, 0), _own_choices(order, expert, 32)
+        c, d = _own_choices(order, expert, 64), _own_choices(order, expert, 96)
+        first = _bits_before(a, block) + _bits_before(b, block - 32)
+        first += _bits_before(c, block - 64) + _bits_before(d, block - 96)
+        n = first + tl.arange(0, BLOCK_M)
+        leads = (expert >= 0) & (expert < EXPERTS) & (first % BLOCK_M == 0)
+        choice = _bit(a, b, c, d, n)
+        real = n < _bits(a) + _bits(b) + _bits(c) + _bits(d)
+        return tl.where(leads, expert, EXPERTS), choice, choice, real
+    else:
+        e = tl.arange(0, BLOCK_E)
+        begin = tl.load(starts + e, mask=e < EXPERTS, other=0)
+        end = tl.load(starts + 1 + e, mask=e < EXPERTS, other=0)
+        blocks = (end - begin + BLOCK_M - 1) // BLOCK_M
+        last = tl.cumsum(tl.where(e < EXPERTS, blocks, 0), 0)
+        expert = tl.sum(((last <= block) & (e < EXPERTS)).to(tl.int32), 0)
+        own = e == expert
+        first = tl.sum(tl.where(own, begin + (block - last + blocks) * BLOCK_M, 0), 0)
+        m = first + tl.arange(0, BLOCK_M)
+        real = m < tl.sum(tl.where(own, end, 0), 0)
+        return expert, m, tl.load(order + m, mask=real, other=0), real
+
+
+@triton.jit
 def product_kernel(
     x, weight, out, order, starts, x_stride, N: tl.constexpr, K: tl.constexpr,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
-    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    FOUND: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (block of results, block of rows). GATED: rows are the tokens of choices, the weight has
-    2N rows an expert, gate and up (silu of gate, or with GELU its gelu), and results stand in the
-    order of experts. Else rows stand in that order, and results in that of the choices.
+    """Grid (block of results, block of rows, or if FOUND choice). GATED: rows are the tokens of
+    choices, the weight has 2N rows an expert, gate and up (silu of gate, or with GELU its gelu),
+    and results stand in the order of experts. Else rows stand in that order, and results in that of
+    the choices.
     """
     wait(OVERLAP)
-    block = tl.program_id(1)
-    e = tl.arange(0, BLOCK_E)
-    begin = tl.load(starts + e, mask=e < EXPERTS, other=0)
-    end = tl.load(starts + 1 + e, mask=e < EXPERTS, other=0)
-    blocks = (end - begin + BLOCK_M - 1) // BLOCK_M
-    last = tl.cumsum(tl.where(e < EXPERTS, blocks, 0), 0)
-    expert = tl.sum(((last <= block) & (e < EXPERTS)).to(tl.int32), 0)
+    expert, m, choice, real = rows_of_program(order, starts, EXPERTS, BLOCK_M, BLOCK_E, FOUND)
     if expert < EXPERTS:
-        own = e == expert
-        first = tl.sum(tl.where(own, begin + (block - last + blocks) * BLOCK_M, 0), 0)
-        stop = tl.sum(tl.where(own, end, 0), 0)
-        m = first + tl.arange(0, BLOCK_M)
         n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-        real = m < stop
-        choice = tl.load(order + m, mask=real, other=0)
         row = (choice // TOP_K if GATED else m).to(tl.int64)
         rows = x + row[:, None] * x_stride
         own_rows = weight + tl.cast(expert, tl.int64) * (N * K * (2 if GATED else 1))

@@ -150,16 +150,16 @@ def _fragment_setting(kind: str, *variants: str) -> dict[str, int]:
 def _fragments(
     x: torch.Tensor, weight: _Weight, out: torch.Tensor, experts: torch.Tensor,
     order: torch.Tensor | None, starts: torch.Tensor | None, act: _Between, *, gated: bool,
-    found: int = 0,
+    found: bool = False,
 ) -> None:  # fmt: skip
-    """Rows by the weights of their experts: of choices as they are sorted, or as they are `found`
-    among so many times 32, or of each choice.
+    """Rows by the weights of their experts: of choices as they were sorted or, if `found`, as each
+    program finds them, or without `order` of each choice by itself.
     """
     from .moe_fragment_kernels import expert_kernel  # in a language of its own
 
     (tokens, top_k), count, n = experts.shape, weight.values.shape[0], out.shape[1]
     choices = tokens * top_k
-    if starts is None and not found:
+    if starts is None:
         m, blocks, setting = 8, choices, _fragment_setting(weight.kind, "few")
     else:
         # Experts that have twice as many rows as others on average still have one block.
@@ -172,11 +172,11 @@ def _fragments(
         x, values.view(torch.int32), scale, bias, out, experts,
         experts if order is None else order, experts if starts is None else starts, act.alpha,
         act.limit, x.stride(0), N=n, K=weight.k, EXPERTS=count, TOP_K=top_k, GATED=gated,
-        SORTED=starts is not None, FOUND=found, KIND=weight.kind, GROUP=weight.group,
-        HAS_BIAS=weight.bias is not None, **act.constants, M=m, BLOCK_N=block_n, WARPS=warps,
-        AHEAD=setting["ahead"], HOLD=setting["hold"], BLOCK_E=power_of_2(count),
-        # LATE: what comes behind reads the choices before its wait.
-        num_warps=warps, **overlap(early=not gated),
+        SORTED=starts is not None and not found,
+        FOUND=power_of_2(triton.cdiv(choices, 32)) if found else 0, KIND=weight.kind,
+        GROUP=weight.group, HAS_BIAS=weight.bias is not None, **act.constants, M=m,
+        BLOCK_N=block_n, WARPS=warps, AHEAD=setting["ahead"], HOLD=setting["hold"],
+        BLOCK_E=power_of_2(count), num_warps=warps, **overlap(early=True),
     )  # fmt: skip
 
 
@@ -243,12 +243,9 @@ def _many(
     hidden = torch.empty((choices, down.k), dtype=x.dtype, device=x.device)
     rows = torch.empty((choices, dim), dtype=x.dtype, device=x.device)
     rows_each = triton.cdiv(choices, count)
-    # Both or none: the second reads before its wait what the first has waited for.
     by_fragments = _fragments_take(x, up, rows_each) and _fragments_take(x, down, rows_each)
-    found = power_of_2(triton.cdiv(choices, 32))
-    if not by_fragments or 32 * found > config("moe_fragments", up.kind)["found"]:
-        found = 0
-    order, starts = (None, None) if found else sorted_by_expert(experts, count)
+    found = choices <= config("moe_narrow", dtype_name(x))["found"]
+    order, starts = (experts, experts) if found else sorted_by_expert(experts, count)
     for source, weight, target, gated in ((x, up, hidden, True), (hidden, down, rows, False)):
         if by_fragments:
             _fragments(
@@ -256,15 +253,16 @@ def _many(
             )
             continue
         most = rows_of_block(choices, count)
-        variants = dtype_name(x), f"{weight.kind}/{most}", most
+        of_kind = f"{weight.kind}/{most}"
+        variants = dtype_name(x), f"{of_kind}/{weight.k}", of_kind, most
         setting = config("moe_narrow_product", *variants)
         n, block_m = target.shape[1], setting["block_m"]
-        blocks = choices // block_m + min(count, choices)
+        blocks = choices if found else choices // block_m + min(count, choices)
         narrow_product_kernel[(triton.cdiv(n, setting["block_n"]), blocks)](
             source, *weight.arrays, target, order, starts, act.alpha, act.limit, source.stride(0),
             N=n, K=weight.k, EXPERTS=count, TOP_K=top_k, GATED=gated, **weight.constants,
             **act.constants, BLOCK_M=block_m, BLOCK_N=setting["block_n"],
-            BLOCK_K=weight.block_k(setting["block_k"]), BLOCK_E=power_of_2(count),
+            BLOCK_K=weight.block_k(setting["block_k"]), BLOCK_E=power_of_2(count), FOUND=found,
             STAGES=setting["stages"], LEFT=setting["left"], num_warps=setting["warps"],
             **overlap(early=True),
         )  # fmt: skip

@@ -4,10 +4,10 @@ still runs.
 What it does before `wait` is hidden behind that one: finding its place, loading weights. The rule,
 which all kernels here keep: before `wait` nothing is written, and only weights are read, which no
 launch of a step writes. `decode_kernel` also reads lengths: whoever wrote them had ended before the
-cache was written, since that launch is LATE, and attention comes after it. So do
-`narrow_few_down_kernel`, `token_down_kernel` and the second `expert_kernel` with the choices of
-experts: the launch in front of each is LATE, and waits for who chose. A kernel that knows nothing
-of this neither starts early nor lets others start before it has ended.
+cache was written, since that launch is LATE, and attention comes after it. So does
+`narrow_few_down_kernel` with the choices of experts: the launch in front of it is LATE, and waits
+for who chose. A kernel that knows nothing of this neither starts early nor lets others start before
+it has ended.
 """
 
 import triton

@@ -341,11 +341,11 @@ def test_narrow_experts_compile(compiled, tokens, kind, group, act):
         7.0 if clamped else 0.0,
         act == "gelu",
     )
-    fragments = kind in ("fp4", "fp8")
+    fragments = kind == "fp4"
     few = ["narrow_few_gated_kernel", "narrow_few_down_kernel"]
     product = "expert_kernel" if fragments and tokens < 300 else "narrow_product_kernel"
     many = [product, product, "combine_kernel"]
-    if not fragments or tokens * top_k > 128:
+    if tokens * top_k > 128:
         many = ["sort_kernel", *many]
     if fragments:
         few = ["expert_kernel", "token_down_kernel"]
