@@ -3,7 +3,7 @@
 All sizes are read on the device and the grids depend on shapes alone, so a graph can capture the
 launches. With blocks of M rows, the choices of T tokens take at most choices // M + min(experts,
 choices) blocks: a program finds the expert of its block in `starts`, and leaves if there is none.
-Few choices are not sorted (`rows_of_program`).
+Few choices are not sorted (`block_of_program`).
 """
 
 import triton
@@ -162,16 +162,16 @@ def _bit(a, b, c, d, n):
 
 
 @triton.jit
-def rows_of_program(
+def block_of_program(
     order, starts, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
     FOUND: tl.constexpr,
 ):  # fmt: skip
-    """(The expert of block program_id(1), EXPERTS if there is none; which rows those of its choices
-    are among all, which choices they are, and whether they are any).
+    """(The expert of block program_id(1), EXPERTS if there is none; the first of its choices that
+    is the block's; where they end; and if FOUND which of all choices are the expert's, as bits).
 
-    FOUND: `order` has the experts of all choices, at most 128, and a row is a choice's own. The
-    program of every BLOCK_M-th choice of an expert, from the first on, has these; others have none.
-    A warp finds all that by itself. Else choices were sorted.
+    FOUND: `order` has the experts of all choices, at most 128. The program of every BLOCK_M-th
+    choice of an expert, from the first on, has these; others have none. A warp finds that by
+    itself. Else choices were sorted.
     """
     block = tl.program_id(1)
     if FOUND:
@@ -180,11 +180,9 @@ def rows_of_program(
         c, d = _own_choices(order, expert, 64), _own_choices(order, expert, 96)
         first = _bits_before(a, block) + _bits_before(b, block - 32)
         first += _bits_before(c, block - 64) + _bits_before(d, block - 96)
-        n = first + tl.arange(0, BLOCK_M)
         leads = (expert >= 0) & (expert < EXPERTS) & (first % BLOCK_M == 0)
-        choice = _bit(a, b, c, d, n)
-        real = n < _bits(a) + _bits(b) + _bits(c) + _bits(d)
-        return tl.where(leads, expert, EXPERTS), choice, choice, real
+        stop = _bits(a) + _bits(b) + _bits(c) + _bits(d)
+        return tl.where(leads, expert, EXPERTS), first, stop, (a, b, c, d)
     else:
         e = tl.arange(0, BLOCK_E)
         begin = tl.load(starts + e, mask=e < EXPERTS, other=0)
@@ -194,9 +192,21 @@ def rows_of_program(
         expert = tl.sum(((last <= block) & (e < EXPERTS)).to(tl.int32), 0)
         own = e == expert
         first = tl.sum(tl.where(own, begin + (block - last + blocks) * BLOCK_M, 0), 0)
-        m = first + tl.arange(0, BLOCK_M)
-        real = m < tl.sum(tl.where(own, end, 0), 0)
-        return expert, m, tl.load(order + m, mask=real, other=0), real
+        return expert, first, tl.sum(tl.where(own, end, 0), 0), (0, 0, 0, 0)
+
+
+@triton.jit
+def rows_of_block(order, first, stop, found, BLOCK_M: tl.constexpr, FOUND: tl.constexpr):
+    """(Which rows those of a block are among all, which choices they are, and whether they are
+    any), of what `block_of_program` gives. If FOUND a choice has its own row.
+    """
+    m = first + tl.arange(0, BLOCK_M)
+    real = m < stop
+    if FOUND:
+        choice = _bit(found[0], found[1], found[2], found[3], m)
+        return choice, choice, real
+    else:
+        return m, tl.load(order + m, mask=real, other=0), real
 
 
 @triton.jit
@@ -212,8 +222,11 @@ def product_kernel(
     the choices.
     """
     wait(OVERLAP)
-    expert, m, choice, real = rows_of_program(order, starts, EXPERTS, BLOCK_M, BLOCK_E, FOUND)
+    expert, first, stop, found = block_of_program(
+        order, starts, EXPERTS, BLOCK_M, BLOCK_E, FOUND
+    )  # fmt: skip
     if expert < EXPERTS:
+        m, choice, real = rows_of_block(order, first, stop, found, BLOCK_M, FOUND)
         n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         row = (choice // TOP_K if GATED else m).to(tl.int64)
         rows = x + row[:, None] * x_stride
