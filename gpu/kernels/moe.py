@@ -215,6 +215,18 @@ def rows_of_block(choices: int, experts: int) -> str:
     return next((str(rows) for rows in (16, 32, 64) if choices < rows * experts), "128")
 
 
+def blocks_of(choices: int, experts: int, block_m: int, found: bool) -> tuple[int, bool]:
+    """(How many blocks of rows there may be, whether the first of an expert has its number).
+
+    That finds an expert soonest, but other blocks of it come late: too late for a weight to be in
+    the L2 still, where most experts have several.
+    """
+    if found:
+        return choices, False
+    direct = experts <= choices <= experts * block_m
+    return choices // block_m + min(experts, choices), direct
+
+
 def _product(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -234,10 +246,11 @@ def _product(
     n = n // 2 if gated else n
     setting = config("moe_product", dtype_name(x), rows_of_block(choices, count))
     block_m = setting["block_m"]
-    blocks = choices if found else choices // block_m + min(count, choices)
+    blocks, direct = blocks_of(choices, count, block_m, found)
     product_kernel[(triton.cdiv(n, setting["block_n"]), blocks)](
         x, weight, out, order, starts, x.stride(0),
         N=n, K=k, EXPERTS=count, TOP_K=top_k, GATED=gated, GELU=gelu, BLOCK_M=block_m,
         BLOCK_N=setting["block_n"], BLOCK_K=setting["block_k"], BLOCK_E=power_of_2(count),
-        FOUND=found, STAGES=setting["stages"], num_warps=setting["warps"], **overlap(early=True),
+        FOUND=found, DIRECT=direct, STAGES=setting["stages"], num_warps=setting["warps"],
+        **overlap(early=True),
     )  # fmt: skip

@@ -2,7 +2,8 @@
 
 All sizes are read on the device and the grids depend on shapes alone, so a graph can capture the
 launches. With blocks of M rows, the choices of T tokens take at most choices // M + min(experts,
-choices) blocks: a program finds the expert of its block in `starts`, and leaves if there is none.
+choices) blocks, or if each expert has one of its own experts + choices // M: a program finds the
+expert of its block in `starts`, and leaves if there is none.
 Few choices are not sorted (`block_of_program`).
 """
 
@@ -164,14 +165,15 @@ def _bit(a, b, c, d, n):
 @triton.jit
 def block_of_program(
     order, starts, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
-    FOUND: tl.constexpr,
+    FOUND: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     """(The expert of block program_id(1), EXPERTS if there is none; the first of its choices that
     is the block's; where they end; and if FOUND which of all choices are the expert's, as bits).
 
     FOUND: `order` has the experts of all choices, at most 128. The program of every BLOCK_M-th
     choice of an expert, from the first on, has these; others have none. A warp finds that by
-    itself. Else choices were sorted.
+    itself. Else choices were sorted. DIRECT: the first block of expert e is block e, which is read
+    off, and those behind all these are sought; else blocks of an expert are neighbours.
     """
     block = tl.program_id(1)
     if FOUND:
@@ -183,16 +185,35 @@ def block_of_program(
         leads = (expert >= 0) & (expert < EXPERTS) & (first % BLOCK_M == 0)
         stop = _bits(a) + _bits(b) + _bits(c) + _bits(d)
         return tl.where(leads, expert, EXPERTS), first, stop, (a, b, c, d)
+    elif DIRECT:
+        if block < EXPERTS:
+            first, stop = tl.load(starts + block), tl.load(starts + 1 + block)
+            expert = tl.where(first < stop, block, EXPERTS)
+        else:
+            expert, first, stop = _sought(starts, block - EXPERTS, 1, EXPERTS, BLOCK_M, BLOCK_E)
+        return expert, first, stop, (0, 0, 0, 0)
     else:
-        e = tl.arange(0, BLOCK_E)
-        begin = tl.load(starts + e, mask=e < EXPERTS, other=0)
-        end = tl.load(starts + 1 + e, mask=e < EXPERTS, other=0)
-        blocks = (end - begin + BLOCK_M - 1) // BLOCK_M
-        last = tl.cumsum(tl.where(e < EXPERTS, blocks, 0), 0)
-        expert = tl.sum(((last <= block) & (e < EXPERTS)).to(tl.int32), 0)
-        own = e == expert
-        first = tl.sum(tl.where(own, begin + (block - last + blocks) * BLOCK_M, 0), 0)
-        return expert, first, tl.sum(tl.where(own, end, 0), 0), (0, 0, 0, 0)
+        expert, first, stop = _sought(starts, block, 0, EXPERTS, BLOCK_M, BLOCK_E)
+        return expert, first, stop, (0, 0, 0, 0)
+
+
+@triton.jit
+def _sought(
+    starts, block, LEFT_OUT: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """(Expert, first choice, end) of a block among those of all experts, the first LEFT_OUT of each
+    left out.
+    """
+    e = tl.arange(0, BLOCK_E)
+    begin = tl.load(starts + e, mask=e < EXPERTS, other=0)
+    end = tl.load(starts + 1 + e, mask=e < EXPERTS, other=0)
+    blocks = tl.maximum((end - begin + BLOCK_M - 1) // BLOCK_M - LEFT_OUT, 0)
+    last = tl.cumsum(tl.where(e < EXPERTS, blocks, 0), 0)
+    expert = tl.sum(((last <= block) & (e < EXPERTS)).to(tl.int32), 0)
+    own = e == expert
+    place = begin + (block - last + blocks + LEFT_OUT) * BLOCK_M
+    return expert, tl.sum(tl.where(own, place, 0), 0), tl.sum(tl.where(own, end, 0), 0)
 
 
 @triton.jit
@@ -214,7 +235,7 @@ def product_kernel(
     x, weight, out, order, starts, x_stride, N: tl.constexpr, K: tl.constexpr,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
-    FOUND: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    FOUND: tl.constexpr, DIRECT: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (block of results, block of rows, or if FOUND choice). GATED: rows are the tokens of
     choices, the weight has 2N rows an expert, gate and up (silu of gate, or with GELU its gelu),
@@ -223,7 +244,7 @@ def product_kernel(
     """
     wait(OVERLAP)
     expert, first, stop, found = block_of_program(
-        order, starts, EXPERTS, BLOCK_M, BLOCK_E, FOUND
+        order, starts, EXPERTS, BLOCK_M, BLOCK_E, FOUND, DIRECT
     )  # fmt: skip
     if expert < EXPERTS:
         m, choice, real = rows_of_block(order, first, stop, found, BLOCK_M, FOUND)

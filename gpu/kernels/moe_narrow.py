@@ -21,7 +21,14 @@ from .launch import (
     processors,
     triton_kernel,
 )
-from .moe import MAX_CHOSEN, MAX_EXPERTS, combined, rows_of_block, sorted_by_expert
+from .moe import (
+    MAX_CHOSEN,
+    MAX_EXPERTS,
+    blocks_of,
+    combined,
+    rows_of_block,
+    sorted_by_expert,
+)
 from .moe_narrow_kernels import (
     narrow_few_down_kernel,
     narrow_few_gated_kernel,
@@ -257,13 +264,13 @@ def _many(
         variants = dtype_name(x), f"{of_kind}/{weight.k}", of_kind, most
         setting = config("moe_narrow_product", *variants)
         n, block_m = target.shape[1], setting["block_m"]
-        blocks = choices if found else choices // block_m + min(count, choices)
+        blocks, direct = blocks_of(choices, count, block_m, found)
         narrow_product_kernel[(triton.cdiv(n, setting["block_n"]), blocks)](
             source, *weight.arrays, target, order, starts, act.alpha, act.limit, source.stride(0),
             N=n, K=weight.k, EXPERTS=count, TOP_K=top_k, GATED=gated, **weight.constants,
             **act.constants, BLOCK_M=block_m, BLOCK_N=setting["block_n"],
             BLOCK_K=weight.block_k(setting["block_k"]), BLOCK_E=power_of_2(count), FOUND=found,
-            STAGES=setting["stages"], LEFT=setting["left"], num_warps=setting["warps"],
-            **overlap(early=True),
+            DIRECT=direct, STAGES=setting["stages"], LEFT=setting["left"],
+            num_warps=setting["warps"], **overlap(early=True),
         )  # fmt: skip
     return combined(rows, weights, experts, count, x)

@@ -207,15 +207,15 @@ def narrow_product_kernel(
     K: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
     CLAMPED: tl.constexpr, GELU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, FOUND: tl.constexpr, STAGES: tl.constexpr,
-    LEFT: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, FOUND: tl.constexpr, DIRECT: tl.constexpr,
+    STAGES: tl.constexpr, LEFT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (block of results, block of rows, or if FOUND choice): see `product_kernel` of
     `moe_kernels.py`. LEFT: the weight is the left operand, which tensor cores take from registers.
     """
     wait(OVERLAP)
     expert, first, stop, found = block_of_program(
-        order, starts, EXPERTS, BLOCK_M, BLOCK_E, FOUND
+        order, starts, EXPERTS, BLOCK_M, BLOCK_E, FOUND, DIRECT
     )  # fmt: skip
     if expert < EXPERTS:
         m, choice, real = rows_of_block(order, first, stop, found, BLOCK_M, FOUND)
