@@ -187,10 +187,12 @@ def test_sampling_with_penalties_compiles(compiled):
     ("dtype", "tokens", "rest"),
     [
         ("bfloat16", 2, ["few_gated_kernel", "few_down_kernel"]),
-        ("bfloat16", 20, ["sort_kernel", *["product_kernel"] * 2, "combine_kernel"]),
+        ("bfloat16", 20, [*["product_kernel"] * 2, "combine_kernel"]),
+        ("bfloat16", 100, ["sort_kernel", *["product_kernel"] * 2, "combine_kernel"]),
         ("bfloat16", 300, ["sort_kernel", *["product_kernel"] * 2, "combine_kernel"]),
         ("bfloat16", 900, ["sort_kernel", *["product_kernel"] * 2, "combine_kernel"]),
-        ("float32", 20, ["sort_kernel", *["product_kernel"] * 2, "combine_kernel"]),
+        ("float32", 20, [*["product_kernel"] * 2, "combine_kernel"]),
+        ("float32", 100, ["sort_kernel", *["product_kernel"] * 2, "combine_kernel"]),
     ],
 )
 def test_experts_compile(compiled, dtype, tokens, rest, gemma):
