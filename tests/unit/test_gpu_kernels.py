@@ -644,6 +644,41 @@ def test_triton_experts(kernels, device, dtype, tokens, experts, k, dim, inter):
     assert first.tobytes() == second.tobytes()
 
 
+@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("experts", [3, 40])
+@pytest.mark.parametrize("choices", [1, 33, 128, 150, 300])
+def test_triton_blocks_of_experts(kernels, device, choices, experts, rows):
+    """Programs find all choices of each expert in their order, `rows` at a time, and no other."""
+    import torch
+
+    from twinfer.gpu.kernels.moe import blocks_of, sorted_by_expert
+
+    from .blocks_kernel import blocks_kernel
+
+    rng = np.random.default_rng(choices)
+    ids = rng.integers(-1, experts + 1, choices).astype(np.int32)
+    chosen, found = torch.from_numpy(ids).to(device), choices <= 128
+    order, starts = (chosen, chosen) if found else sorted_by_expert(chosen, experts)
+    number, direct = blocks_of(choices, experts, rows, found)
+    assert direct == (150 <= choices <= experts * rows)
+    expert_of = torch.full((number,), -7, dtype=torch.int32, device=device)
+    choices_of = torch.full((number, rows), -7, dtype=torch.int32, device=device)
+    blocks_kernel[(1, number)](
+        order, starts, expert_of, choices_of, EXPERTS=experts, BLOCK_M=rows, BLOCK_E=64,
+        FOUND=found, DIRECT=direct,
+    )  # fmt: skip
+    got = [
+        (int(e), [c for c in own.tolist() if c >= 0])
+        for e, own in zip(expert_of.cpu(), choices_of.cpu(), strict=True)
+        if e < experts
+    ]
+    want = []
+    for e in range(experts):
+        own = np.flatnonzero(ids == e).tolist()
+        want += [(e, own[i : i + rows]) for i in range(0, len(own), rows)]
+    assert sorted(got) == want
+
+
 def test_triton_sorts_many_choices(kernels, device):
     """More than one block of choices, by far the most of one expert."""
     setting = kernels.config("moe_sort")
