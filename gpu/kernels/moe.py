@@ -168,7 +168,7 @@ def _many(
 ) -> torch.Tensor:
     (tokens, top_k), (count, dim, inter) = experts.shape, down.shape
     choices = tokens * top_k
-    found = choices <= config("moe")["found"]
+    found = words_of(choices, config("moe")["found"])
     order, starts = (experts, experts) if found else sorted_by_expert(experts, count)
     hidden = torch.empty((choices, inter), dtype=x.dtype, device=x.device)
     rows = torch.empty((choices, dim), dtype=x.dtype, device=x.device)
@@ -215,7 +215,12 @@ def rows_of_block(choices: int, experts: int) -> str:
     return next((str(rows) for rows in (16, 32, 64) if choices < rows * experts), "128")
 
 
-def blocks_of(choices: int, experts: int, block_m: int, found: bool) -> tuple[int, bool]:
+def words_of(choices: int, most: int) -> int:
+    """How many words of 32 bits have one for each of up to `most` choices, 0 for more of them."""
+    return power_of_2(triton.cdiv(choices, 32)) if choices <= most else 0
+
+
+def blocks_of(choices: int, experts: int, block_m: int, found: int) -> tuple[int, bool]:
     """(How many blocks of rows there may be, whether the first of an expert has its number).
 
     That finds an expert soonest, but other blocks of it come late: too late for a weight to be in
@@ -235,12 +240,12 @@ def _product(
     starts: torch.Tensor,
     top_k: int,
     *,
-    found: bool,
+    found: int,
     gated: bool,
     gelu: bool = False,
 ) -> None:
     """Rows by the weights of their experts; which blocks they are cut into follows from shapes.
-    `order` and `starts` are as choices were sorted, or if `found` both the experts.
+    `order` and `starts` are as choices were sorted, or if they are `found` both the experts.
     """
     choices, (count, n, k) = order.numel(), weight.shape
     n = n // 2 if gated else n

@@ -129,30 +129,27 @@ def _bits(word):
 
 
 @triton.jit
-def _own_choices(experts, expert, first):
-    """Which of 32 choices from `first` on are an expert's, as bits: a warp has one in each lane."""
+def _own_choices(experts, expert, block, FIRST: tl.constexpr):
+    """(Which of 32 choices from FIRST on are an expert's, as bits; how many; how many of them stand
+    before choice `block`). A warp has a choice in each lane.
+    """
     lane = tl.arange(0, 32)
-    own = tl.load(experts + first + lane, mask=first + lane < tl.num_programs(1), other=-1)
-    return tl.sum((own == expert).to(tl.uint32) << lane.to(tl.uint32), 0).to(tl.uint32)
+    inside = FIRST + lane < tl.num_programs(1)
+    own = (tl.load(experts + FIRST + lane, mask=inside, other=-1) == expert).to(tl.int32)
+    before = tl.where(FIRST + lane < block, own, 0)
+    word = tl.sum(own.to(tl.uint32) << lane.to(tl.uint32), 0).to(tl.uint32)
+    return word, tl.sum(own, 0), tl.sum(before, 0)
 
 
 @triton.jit
-def _bits_before(word, n):
-    """How many bits before the n-th are set; n may be less than 0 or more than 32."""
-    shift = tl.minimum(tl.maximum(n, 0), 31).to(tl.uint32)
-    before = tl.cast(1, tl.uint32) << shift
-    return _bits(tl.where(n > 31, word, word & (before - 1)))
-
-
-@triton.jit
-def _bit(a, b, c, d, n):
-    """Which bit of four words is the n-th that is set."""
-    word, place = tl.zeros(n.shape, tl.uint32) + a, tl.zeros(n.shape, tl.int32)
-    for w in tl.static_range(1, 4):
+def _bit(words, n, WORDS: tl.constexpr):
+    """Which bit of WORDS words of 32 is the n-th that is set."""
+    word, place = tl.zeros(n.shape, tl.uint32) + words[0], tl.zeros(n.shape, tl.int32)
+    for w in tl.static_range(1, WORDS):
         here = _bits(word)
         behind = n >= here
         n = tl.where(behind, n - here, n)
-        word = tl.where(behind, b if w == 1 else (c if w == 2 else d), word)
+        word = tl.where(behind, words[w], word)
         place = tl.where(behind, 32 * w, place)
     for i in tl.static_range(5):
         here = _bits((word >> (place % 32).to(tl.uint32)) & ((1 << (16 >> i)) - 1))
@@ -170,31 +167,33 @@ def block_of_program(
     """(The expert of block program_id(1), EXPERTS if there is none; the first of its choices that
     is the block's; where they end; and if FOUND which of all choices are the expert's, as bits).
 
-    FOUND: `order` has the experts of all choices, at most 128. The program of every BLOCK_M-th
+    FOUND: `order` has the experts of all choices, at most 32 FOUND. The program of every BLOCK_M-th
     choice of an expert, from the first on, has these; others have none. A warp finds that by
-    itself. Else choices were sorted. DIRECT: the first block of expert e is block e, which is read
-    off, and those behind all these are sought; else blocks of an expert are neighbours.
+    itself. With FOUND 0 choices were sorted. DIRECT: the first block of expert e is block e, which
+    is read off, and those behind all these are sought; else blocks of an expert are neighbours.
     """
     block = tl.program_id(1)
     if FOUND:
         expert = tl.load(order + block)
-        a, b = _own_choices(order, expert, 0), _own_choices(order, expert, 32)
-        c, d = _own_choices(order, expert, 64), _own_choices(order, expert, 96)
-        first = _bits_before(a, block) + _bits_before(b, block - 32)
-        first += _bits_before(c, block - 64) + _bits_before(d, block - 96)
+        word, stop, first = _own_choices(order, expert, block, 0)
+        words = (word,)
+        for w in tl.static_range(1, FOUND):
+            word, own, before = _own_choices(order, expert, block, 32 * w)
+            words += (word,)  # type: ignore[assignment]
+            stop += own
+            first += before
         leads = (expert >= 0) & (expert < EXPERTS) & (first % BLOCK_M == 0)
-        stop = _bits(a) + _bits(b) + _bits(c) + _bits(d)
-        return tl.where(leads, expert, EXPERTS), first, stop, (a, b, c, d)
+        return tl.where(leads, expert, EXPERTS), first, stop, words
     elif DIRECT:
         if block < EXPERTS:
             first, stop = tl.load(starts + block), tl.load(starts + 1 + block)
             expert = tl.where(first < stop, block, EXPERTS)
         else:
             expert, first, stop = _sought(starts, block - EXPERTS, 1, EXPERTS, BLOCK_M, BLOCK_E)
-        return expert, first, stop, (0, 0, 0, 0)
+        return expert, first, stop, (0,)
     else:
         expert, first, stop = _sought(starts, block, 0, EXPERTS, BLOCK_M, BLOCK_E)
-        return expert, first, stop, (0, 0, 0, 0)
+        return expert, first, stop, (0,)
 
 
 @triton.jit
@@ -224,7 +223,7 @@ def rows_of_block(order, first, stop, found, BLOCK_M: tl.constexpr, FOUND: tl.co
     m = first + tl.arange(0, BLOCK_M)
     real = m < stop
     if FOUND:
-        choice = _bit(found[0], found[1], found[2], found[3], m)
+        choice = _bit(found, m, FOUND)
         return choice, choice, real
     else:
         return m, tl.load(order + m, mask=real, other=0), real

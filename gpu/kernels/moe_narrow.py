@@ -28,6 +28,7 @@ from .moe import (
     combined,
     rows_of_block,
     sorted_by_expert,
+    words_of,
 )
 from .moe_narrow_kernels import (
     narrow_few_down_kernel,
@@ -157,7 +158,7 @@ def _fragment_setting(kind: str, *variants: str) -> dict[str, int]:
 def _fragments(
     x: torch.Tensor, weight: _Weight, out: torch.Tensor, experts: torch.Tensor,
     order: torch.Tensor | None, starts: torch.Tensor | None, act: _Between, *, gated: bool,
-    found: bool = False,
+    found: int = 0,
 ) -> None:  # fmt: skip
     """Rows by the weights of their experts: of choices as they were sorted or, if `found`, as each
     program finds them, or without `order` of each choice by itself.
@@ -180,7 +181,7 @@ def _fragments(
         experts if order is None else order, experts if starts is None else starts, act.alpha,
         act.limit, x.stride(0), N=n, K=weight.k, EXPERTS=count, TOP_K=top_k, GATED=gated,
         SORTED=starts is not None and not found,
-        FOUND=power_of_2(triton.cdiv(choices, 32)) if found else 0, KIND=weight.kind,
+        FOUND=found, KIND=weight.kind,
         GROUP=weight.group, HAS_BIAS=weight.bias is not None, **act.constants, M=m,
         BLOCK_N=block_n, WARPS=warps, AHEAD=setting["ahead"], HOLD=setting["hold"],
         BLOCK_E=power_of_2(count), num_warps=warps, **overlap(early=True),
@@ -251,7 +252,7 @@ def _many(
     rows = torch.empty((choices, dim), dtype=x.dtype, device=x.device)
     rows_each = triton.cdiv(choices, count)
     by_fragments = _fragments_take(x, up, rows_each) and _fragments_take(x, down, rows_each)
-    found = choices <= config("moe_narrow", dtype_name(x))["found"]
+    found = words_of(choices, config("moe_narrow", dtype_name(x))["found"])
     order, starts = (experts, experts) if found else sorted_by_expert(experts, count)
     for source, weight, target, gated in ((x, up, hidden, True), (hidden, down, rows, False)):
         if by_fragments:

@@ -651,13 +651,13 @@ def test_triton_blocks_of_experts(kernels, device, choices, experts, rows):
     """Programs find all choices of each expert in their order, `rows` at a time, and no other."""
     import torch
 
-    from twinfer.gpu.kernels.moe import blocks_of, sorted_by_expert
+    from twinfer.gpu.kernels.moe import blocks_of, sorted_by_expert, words_of
 
     from .blocks_kernel import blocks_kernel
 
     rng = np.random.default_rng(choices)
     ids = rng.integers(-1, experts + 1, choices).astype(np.int32)
-    chosen, found = torch.from_numpy(ids).to(device), choices <= 128
+    chosen, found = torch.from_numpy(ids).to(device), words_of(choices, 128)
     order, starts = (chosen, chosen) if found else sorted_by_expert(chosen, experts)
     number, direct = blocks_of(choices, experts, rows, found)
     assert direct == (150 <= choices <= experts * rows)
