@@ -47,17 +47,6 @@ FP8_FLOAT16 = gl.constexpr(
     cvt.rn.f16x2.e4m3x2 a, x; cvt.rn.f16x2.e4m3x2 b, y;
     mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; }"""
 )
-# Through float32, whose upper half is the bfloat16: so a NaN stays one.
-FP8_BFLOAT16 = gl.constexpr(
-    """{ .reg .b16 x, y, p, q; .reg .b32 a, b; .reg .f32 c, d; .reg .b32 e, f;
-    mov.b32 {x, y}, $4;
-    cvt.rn.f16x2.e4m3x2 a, x; cvt.rn.f16x2.e4m3x2 b, y;
-    mov.b32 {p, q}, a; cvt.f32.f16 c, p; cvt.f32.f16 d, q;
-    mov.b32 e, c; mov.b32 f, d; prmt.b32 a, e, f, 0x7632;
-    mov.b32 {p, q}, b; cvt.f32.f16 c, p; cvt.f32.f16 d, q;
-    mov.b32 e, c; mov.b32 f, d; prmt.b32 b, e, f, 0x7632;
-    mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; }"""
-)
 # Numbers of e2m1 become bfloat16 of 2^-126 their size, the least of which has no exponent. Times
 # a scale of two parts of which the first is so short that its product is exact: rounded once.
 FP4_BFLOAT16 = gl.constexpr(
@@ -148,33 +137,22 @@ def fp4_operand(words, scale, ROWS: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def fp8_operand(words, ROWS: gl.constexpr, WARPS: gl.constexpr, dtype: gl.constexpr):
-    """Words [warp row 32] as float16 or bfloat16, which hold them exactly, in the order that
-    operands have: entry 64 h + 16 t + 4 c + 2 p + e is at (h, c, p, t, e).
+def _fp8_operand(words, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """Words [warp row 32] as float16, which holds them exactly, in the order that operands have:
+    entry 64 h + 16 t + 4 c + 2 p + e is at (h, c, p, t, e).
     """
-    places: gl.constexpr = "=h,=h,=h,=h,r"
-    if dtype == gl.float16:
-        a, b, c, d = gl.inline_asm_elementwise(
-            FP8_FLOAT16, places, [words], dtype=(gl.float16,) * 4, is_pure=True, pack=1
-        )
-    else:
-        a, b, c, d = gl.inline_asm_elementwise(
-            FP8_BFLOAT16, places, [words], dtype=(gl.bfloat16,) * 4, is_pure=True, pack=1
-        )
+    a, b, c, d = gl.inline_asm_elementwise(
+        FP8_FLOAT16, "=h,=h,=h,=h,r", [words], dtype=(gl.float16,) * 4, is_pure=True, pack=1
+    )
     y = gl.join(gl.join(a, b), gl.join(c, d)).reshape([WARPS, ROWS, 2, 4, 4, 2, 2])
     return y.permute([0, 1, 2, 4, 6, 3, 5]).reshape([WARPS, ROWS, STEP])
 
 
 @gluon.jit
 def tokens_operand(place, mask, KIND: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr):
-    """A step of x, words of fp8 or numbers that a weight of KIND is multiplied by, as the right
-    operand [warp STEP M].
-    """
-    if place.dtype.element_ty == gl.int32:
-        y = fp8_operand(gl.load(place, mask=mask, other=0), M, WARPS, gl.float16)
-    elif KIND == "fp8":
-        y = gl.load(place, mask=mask, other=0.0).reshape([WARPS, M, 2, 4, 4, 2, 2])
-        y = y.permute([0, 1, 2, 4, 5, 3, 6]).reshape([WARPS, M, STEP])
+    """A step of x as the right operand [warp STEP M]."""
+    if KIND == "fp8":
+        y = _fp8_operand(gl.load(place, mask=mask, other=0), M, WARPS)
     else:
         y = gl.load(place, mask=mask, other=0.0).reshape([WARPS, M, 4, 4, 2, 2, 2])
         y = y.permute([0, 1, 3, 5, 6, 2, 4]).reshape([WARPS, M, STEP])
@@ -276,7 +254,7 @@ def fragment_kernel(
                 zeros += (gl.load(of_zero, mask=(n < N) & (w < WARPS), other=0),)  # type: ignore[assignment]
         if s >= AHEAD:
             if fp8:
-                a = fp8_operand(asked[s - AHEAD], BLOCK_N, WARPS, dtype)
+                a = _fp8_operand(asked[s - AHEAD], BLOCK_N, WARPS)
             else:
                 if HAS_ZERO:
                     base = ones + zeros[s - AHEAD].to(gl.int32) * 0x00010001

@@ -168,12 +168,11 @@ def _many(
 ) -> torch.Tensor:
     (tokens, top_k), (count, dim, inter) = experts.shape, down.shape
     choices = tokens * top_k
-    found = words_of(choices, config("moe")["found"])
-    order, starts = (experts, experts) if found else sorted_by_expert(experts, count)
+    order, starts = sorted_by_expert(experts, count)
     hidden = torch.empty((choices, inter), dtype=x.dtype, device=x.device)
     rows = torch.empty((choices, dim), dtype=x.dtype, device=x.device)
-    _product(x, gate_up, hidden, order, starts, top_k, found=found, gated=True, gelu=gelu)
-    _product(hidden, down, rows, order, starts, top_k, found=found, gated=False)
+    _product(x, gate_up, hidden, order, starts, top_k, gated=True, gelu=gelu)
+    _product(hidden, down, rows, order, starts, top_k, gated=False)
     return combined(rows, weights, experts, count, x)
 
 
@@ -215,23 +214,6 @@ def rows_of_block(choices: int, experts: int) -> str:
     return next((str(rows) for rows in (16, 32, 64) if choices < rows * experts), "128")
 
 
-def words_of(choices: int, most: int) -> int:
-    """How many words of 32 bits have one for each of up to `most` choices, 0 for more of them."""
-    return power_of_2(triton.cdiv(choices, 32)) if choices <= most else 0
-
-
-def blocks_of(choices: int, experts: int, block_m: int, found: int) -> tuple[int, bool]:
-    """(How many blocks of rows there may be, whether the first of an expert has its number).
-
-    That finds an expert soonest, but other blocks of it come late: too late for a weight to be in
-    the L2 still, where most experts have several.
-    """
-    if found:
-        return choices, False
-    direct = experts <= choices <= experts * block_m
-    return choices // block_m + min(experts, choices), direct
-
-
 def _product(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -240,22 +222,18 @@ def _product(
     starts: torch.Tensor,
     top_k: int,
     *,
-    found: int,
     gated: bool,
     gelu: bool = False,
 ) -> None:
-    """Rows by the weights of their experts; which blocks they are cut into follows from shapes.
-    `order` and `starts` are as choices were sorted, or if they are `found` both the experts.
-    """
-    choices, (count, n, k) = order.numel(), weight.shape
+    """Rows by the weights of their experts; which blocks they are cut into follows from shapes."""
+    choices, (count, n, k) = order.shape[0], weight.shape
     n = n // 2 if gated else n
     setting = config("moe_product", dtype_name(x), rows_of_block(choices, count))
     block_m = setting["block_m"]
-    blocks, direct = blocks_of(choices, count, block_m, found)
+    blocks = choices // block_m + min(count, choices)
     product_kernel[(triton.cdiv(n, setting["block_n"]), blocks)](
         x, weight, out, order, starts, x.stride(0),
         N=n, K=k, EXPERTS=count, TOP_K=top_k, GATED=gated, GELU=gelu, BLOCK_M=block_m,
         BLOCK_N=setting["block_n"], BLOCK_K=setting["block_k"], BLOCK_E=power_of_2(count),
-        FOUND=found, DIRECT=direct, STAGES=setting["stages"], num_warps=setting["warps"],
-        **overlap(early=True),
+        STAGES=setting["stages"], num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip

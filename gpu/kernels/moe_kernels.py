@@ -234,19 +234,18 @@ def product_kernel(
     x, weight, out, order, starts, x_stride, N: tl.constexpr, K: tl.constexpr,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
-    FOUND: tl.constexpr, DIRECT: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (block of results, block of rows, or if FOUND choice). GATED: rows are the tokens of
-    choices, the weight has 2N rows an expert, gate and up (silu of gate, or with GELU its gelu),
-    and results stand in the order of experts. Else rows stand in that order, and results in that of
-    the choices.
+    """Grid (block of results, block of rows). GATED: rows are the tokens of choices, the weight has
+    2N rows an expert, gate and up (silu of gate, or with GELU its gelu), and results stand in the
+    order of experts. Else rows stand in that order, and results in that of the choices.
     """
     wait(OVERLAP)
     expert, first, stop, found = block_of_program(
-        order, starts, EXPERTS, BLOCK_M, BLOCK_E, FOUND, DIRECT
+        order, starts, EXPERTS, BLOCK_M, BLOCK_E, 0, False
     )  # fmt: skip
     if expert < EXPERTS:
-        m, choice, real = rows_of_block(order, first, stop, found, BLOCK_M, FOUND)
+        m, choice, real = rows_of_block(order, first, stop, found, BLOCK_M, 0)
         n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         row = (choice // TOP_K if GATED else m).to(tl.int64)
         rows = x + row[:, None] * x_stride

@@ -21,15 +21,7 @@ from .launch import (
     processors,
     triton_kernel,
 )
-from .moe import (
-    MAX_CHOSEN,
-    MAX_EXPERTS,
-    blocks_of,
-    combined,
-    rows_of_block,
-    sorted_by_expert,
-    words_of,
-)
+from .moe import MAX_CHOSEN, MAX_EXPERTS, combined, rows_of_block, sorted_by_expert
 from .moe_narrow_kernels import (
     narrow_few_down_kernel,
     narrow_few_gated_kernel,
@@ -132,59 +124,45 @@ def moe_experts_narrow(
     few = x.shape[0] <= config("moe_narrow", dtype_name(x))["few"]
     act = _Between(alpha, limit, gelu)
     product = _few if few else _many
-    fragments = _fragments_take(x, up) and _fragments_take(x, out)
+    fragments = _fragments_take(x, up, act) and _fragments_take(x, out, act)
     if few and experts.shape[1] <= 16 and fragments:
         product = _few_fragments
     return product(x, weights, experts, up, out, act)
 
 
-def _fragments_take(x: torch.Tensor, weight: _Weight, rows: int = 1) -> bool:
-    """Whether `expert_kernel` takes a product whose experts have so many rows on average."""
-    if weight.kind == "fp4":
-        fits = weight.group == 32
-    else:
-        whole = weight.group == weight.k or weight.group % 128 == 0
-        fits = weight.kind == "fp8" and weight.zero is None and whole and weight.k % 16 == 0
-    if not fits or dtype_name(x) != "bfloat16" or not hopper():
-        return False
-    return rows <= config("moe_fragments", weight.kind)["rows"]
-
-
-def _fragment_setting(kind: str, *variants: str) -> dict[str, int]:
-    """The launch configuration of a fragment kernel: of this kind of weights before any."""
-    return config("moe_fragments", *(f"{kind}/{name}" for name in variants), *variants)
+def _fragments_take(x: torch.Tensor, weight: _Weight, act: _Between, rows: int = 1) -> bool:
+    """Whether `expert_kernel`, which knows no gelu, takes a product whose experts have so many rows
+    on average.
+    """
+    mxfp4 = weight.kind == "fp4" and weight.group == 32 and dtype_name(x) == "bfloat16"
+    return mxfp4 and not act.gelu and hopper() and rows <= config("moe_fragments")["rows"]
 
 
 def _fragments(
     x: torch.Tensor, weight: _Weight, out: torch.Tensor, experts: torch.Tensor,
     order: torch.Tensor | None, starts: torch.Tensor | None, act: _Between, *, gated: bool,
-    found: int = 0,
 ) -> None:  # fmt: skip
-    """Rows by the weights of their experts: of choices as they were sorted or, if `found`, as each
-    program finds them, or without `order` of each choice by itself.
-    """
+    """Rows by the weights of their experts: of each choice, or of choices as they are sorted."""
     from .moe_fragment_kernels import expert_kernel  # in a language of its own
 
     (tokens, top_k), count, n = experts.shape, weight.values.shape[0], out.shape[1]
     choices = tokens * top_k
     if starts is None:
-        m, blocks, setting = 8, choices, _fragment_setting(weight.kind, "few")
+        m, blocks, setting = 8, choices, config("moe_fragments", "few")
     else:
         # Experts that have twice as many rows as others on average still have one block.
         m = next((rows for rows in (8, 16) if 2 * choices <= rows * count), 32)
-        blocks = choices if found else choices // m + min(count, choices)
-        setting = _fragment_setting(weight.kind, f"{m}/{weight.k}", str(m))
+        blocks = choices // m + min(count, choices)
+        setting = config("moe_fragments", str(m))
     block_n, warps = setting["block_n"], setting["warps"]
     values, scale, _, bias = weight.arrays
     expert_kernel[(triton.cdiv(2 * n if gated else n, block_n), blocks)](
         x, values.view(torch.int32), scale, bias, out, experts,
         experts if order is None else order, experts if starts is None else starts, act.alpha,
         act.limit, x.stride(0), N=n, K=weight.k, EXPERTS=count, TOP_K=top_k, GATED=gated,
-        SORTED=starts is not None and not found,
-        FOUND=found, KIND=weight.kind,
-        GROUP=weight.group, HAS_BIAS=weight.bias is not None, **act.constants, M=m,
-        BLOCK_N=block_n, WARPS=warps, AHEAD=setting["ahead"], HOLD=setting["hold"],
-        BLOCK_E=power_of_2(count), num_warps=warps, **overlap(early=True),
+        SORTED=starts is not None, HAS_BIAS=weight.bias is not None, CLAMPED=act.clamped, M=m,
+        BLOCK_N=block_n, WARPS=warps, AHEAD=setting["ahead"], BLOCK_E=power_of_2(count),
+        num_warps=warps, **overlap(early=True),
     )  # fmt: skip
 
 
@@ -198,15 +176,15 @@ def _few_fragments(
     hidden = torch.empty((tokens * top_k, down.k), dtype=x.dtype, device=x.device)
     _fragments(x, up, hidden, experts, None, None, act, gated=True)
     out = torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
-    setting = _fragment_setting(down.kind, "few_down")
+    setting = config("moe_fragments", "few_down")
     block_n, slots = setting["block_n"], power_of_2(top_k)
     warps = max(setting["warps"], slots)
     values, scale, _, bias = down.arrays
     token_down_kernel[(triton.cdiv(dim, block_n), tokens)](
         hidden, values.view(torch.int32), scale, bias, weights, experts, out,
-        N=dim, K=down.k, EXPERTS=count, TOP_K=top_k, KIND=down.kind, GROUP=down.group,
-        HAS_BIAS=down.bias is not None, BLOCK_N=block_n, WARPS=warps, PARTS=warps // slots,
-        AHEAD=setting["ahead"], num_warps=warps, **overlap(early=True),
+        N=dim, K=down.k, EXPERTS=count, TOP_K=top_k, HAS_BIAS=down.bias is not None,
+        BLOCK_N=block_n, WARPS=warps, PARTS=warps // slots, AHEAD=setting["ahead"],
+        num_warps=warps, **overlap(early=True),
     )  # fmt: skip
     return out
 
@@ -250,28 +228,55 @@ def _many(
     choices = tokens * top_k
     hidden = torch.empty((choices, down.k), dtype=x.dtype, device=x.device)
     rows = torch.empty((choices, dim), dtype=x.dtype, device=x.device)
+    products = (x, up, hidden, True), (hidden, down, rows, False)
     rows_each = triton.cdiv(choices, count)
-    by_fragments = _fragments_take(x, up, rows_each) and _fragments_take(x, down, rows_each)
-    found = words_of(choices, config("moe_narrow", dtype_name(x))["found"])
+    fragments = all(_fragments_take(x, weight, act, rows_each) for weight in (up, down))
+    found = 0 if fragments else words_of(choices, config("moe_narrow", dtype_name(x))["found"])
     order, starts = (experts, experts) if found else sorted_by_expert(experts, count)
-    for source, weight, target, gated in ((x, up, hidden, True), (hidden, down, rows, False)):
-        if by_fragments:
-            _fragments(
-                source, weight, target, experts, order, starts, act, gated=gated, found=found
-            )
-            continue
-        most = rows_of_block(choices, count)
-        of_kind = f"{weight.kind}/{most}"
-        variants = dtype_name(x), f"{of_kind}/{weight.k}", of_kind, most
-        setting = config("moe_narrow_product", *variants)
-        n, block_m = target.shape[1], setting["block_m"]
-        blocks, direct = blocks_of(choices, count, block_m, found)
-        narrow_product_kernel[(triton.cdiv(n, setting["block_n"]), blocks)](
-            source, *weight.arrays, target, order, starts, act.alpha, act.limit, source.stride(0),
-            N=n, K=weight.k, EXPERTS=count, TOP_K=top_k, GATED=gated, **weight.constants,
-            **act.constants, BLOCK_M=block_m, BLOCK_N=setting["block_n"],
-            BLOCK_K=weight.block_k(setting["block_k"]), BLOCK_E=power_of_2(count), FOUND=found,
-            DIRECT=direct, STAGES=setting["stages"], LEFT=setting["left"],
-            num_warps=setting["warps"], **overlap(early=True),
-        )  # fmt: skip
+    for source, weight, target, gated in products:
+        if fragments:
+            _fragments(source, weight, target, experts, order, starts, act, gated=gated)
+        else:
+            _product(source, weight, target, order, starts, top_k, act, gated, found)
     return combined(rows, weights, experts, count, x)
+
+
+def words_of(choices: int, most: int) -> int:
+    """How many words of 32 bits have one for each of up to `most` choices, 0 for more of them."""
+    return power_of_2(triton.cdiv(choices, 32)) if choices <= most else 0
+
+
+def blocks_of(choices: int, experts: int, block_m: int, found: int) -> tuple[int, bool]:
+    """(How many blocks of rows there may be, whether the first of an expert has its number).
+
+    That finds an expert soonest, but other blocks of it come late: too late for a weight to be in
+    the L2 still, where most experts have several.
+    """
+    if found:
+        return choices, False
+    direct = experts <= choices <= experts * block_m
+    return choices // block_m + min(experts, choices), direct
+
+
+def _product(
+    x: torch.Tensor, weight: _Weight, out: torch.Tensor, order: torch.Tensor,
+    starts: torch.Tensor, top_k: int, act: _Between, gated: bool, found: int,
+) -> None:  # fmt: skip
+    """Rows by the weights of their experts, of choices as they were sorted or, if they are `found`,
+    as each program finds them.
+    """
+    (choices, n), count = out.shape, weight.values.shape[0]
+    most = rows_of_block(choices, count)
+    of_kind, role = f"{weight.kind}/{most}", "up" if gated else "down"
+    variants = dtype_name(x), f"{of_kind}/{role}", of_kind, most
+    setting = config("moe_narrow_product", *variants)
+    block_m, block_n = setting["block_m"], setting["block_n"]
+    blocks, direct = blocks_of(choices, count, block_m, found)
+    narrow_product_kernel[(triton.cdiv(n, block_n), blocks)](
+        x, *weight.arrays, out, order, starts, act.alpha, act.limit, x.stride(0),
+        N=n, K=weight.k, EXPERTS=count, TOP_K=top_k, GATED=gated, **weight.constants,
+        **act.constants, BLOCK_M=block_m, BLOCK_N=block_n,
+        BLOCK_K=weight.block_k(setting["block_k"]), BLOCK_E=power_of_2(count), FOUND=found,
+        DIRECT=direct, STAGES=setting["stages"], LEFT=setting["left"],
+        num_warps=setting["warps"], **overlap(early=True),
+    )  # fmt: skip

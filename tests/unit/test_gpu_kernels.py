@@ -651,7 +651,8 @@ def test_triton_blocks_of_experts(kernels, device, choices, experts, rows):
     """Programs find all choices of each expert in their order, `rows` at a time, and no other."""
     import torch
 
-    from twinfer.gpu.kernels.moe import blocks_of, sorted_by_expert, words_of
+    from twinfer.gpu.kernels.moe import sorted_by_expert
+    from twinfer.gpu.kernels.moe_narrow import blocks_of, words_of
 
     from .blocks_kernel import blocks_kernel
 
