@@ -351,9 +351,11 @@ def test_triton_experts_of_mxfp4(kernels, device, tokens, top_k, alpha):
 
 
 @pytest.mark.parametrize(("group", "gelu"), [(128, False), (0, True)])
-@pytest.mark.parametrize(("tokens", "top_k"), [(1, 4), (2, 3), (4, 3), (9, 4), (15, 4)])
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 4), (4, 3), (12, 3)])
 def test_triton_experts_of_fp8(kernels, device, tokens, top_k, group, gelu):
-    """The same blocks, scales of whole rows or of 128 entries, and biases."""
+    """Choices by themselves, and those that programs find in one word and in two; scales of whole
+    rows or of 128 entries, and biases.
+    """
     rng, (dim, inter, experts) = np.random.default_rng(tokens), (384, 128, 6)
     chosen = _chosen(rng.normal(size=(tokens, experts - 1)), top_k, True)
     chosen["experts"][-1, -1] = -1
@@ -646,7 +648,7 @@ def test_triton_experts(kernels, device, dtype, tokens, experts, k, dim, inter):
 
 @pytest.mark.parametrize("rows", [16, 64])
 @pytest.mark.parametrize("experts", [3, 40])
-@pytest.mark.parametrize("choices", [1, 33, 128, 150, 300])
+@pytest.mark.parametrize("choices", [7, 33, 70, 150, 300])
 def test_triton_blocks_of_experts(kernels, device, choices, experts, rows):
     """Programs find all choices of each expert in their order, `rows` at a time, and no other."""
     import torch
