@@ -61,14 +61,17 @@ FP8_PRODUCT = [
     {"block_m": m, "block_n": n, "block_k": k, "warps": w, "stages": s, "left": left}
     for m, n, k, w, s, left in [
         (16, 64, 128, 4, 3, 0), (16, 64, 128, 4, 3, 1), (16, 32, 256, 4, 3, 0),
-        (16, 32, 256, 2, 3, 1), (128, 128, 64, 8, 3, 0), (128, 64, 64, 4, 3, 0),
+        (16, 32, 256, 2, 3, 1), (16, 32, 128, 4, 3, 0), (16, 128, 128, 4, 3, 0),
+        (128, 128, 64, 8, 3, 0), (128, 64, 64, 4, 3, 0),
         (128, 64, 64, 4, 3, 1), (128, 64, 32, 4, 4, 1), (256, 64, 64, 8, 3, 1),
     ]
 ]  # fmt: skip
 
 
 def fp8_settings(shape: Shape, tokens: int) -> Iterator[tuple[str, dict[str, dict[str, int]]]]:
-    """Those of experts in fp8: blocks of 16 rows for few rows an expert, of 128 for many."""
+    """Those of experts in fp8: blocks of 16 rows for few rows an expert, of 128 for many; of gate
+    and up, and of down.
+    """
     if tokens <= 2:
         for entry in FP8_FEW:
             yield f"few {[*entry.values()]}", {"moe_narrow_few/fp8": entry}
@@ -76,8 +79,10 @@ def fp8_settings(shape: Shape, tokens: int) -> Iterator[tuple[str, dict[str, dic
     rows = moe.rows_of_block(tokens * shape.top_k, shape.experts)
     for entry in FP8_PRODUCT:
         if (entry["block_m"] > 64) == (rows == "128"):
-            name = "/".join(("moe_narrow_product", "bfloat16", f"fp8/{rows}", rows))
-            yield f"rows {[*entry.values()]}", {name: entry}
+            for role in ("up", "down"):
+                names = "bfloat16", f"fp8/{rows}/{role}", f"fp8/{rows}", rows
+                name = "/".join(("moe_narrow_product", *names))
+                yield f"{role} {[*entry.values()]}", {name: entry}
 
 
 def settings(

@@ -2,7 +2,9 @@
 
 All sizes are read on the device and the grids depend on shapes alone, so a graph can capture the
 launches. With blocks of M rows, the choices of T tokens take at most choices // M + min(experts,
-choices) blocks: a program finds the expert of its block in `starts`, and leaves if there is none.
+choices) blocks, or if each expert has one of its own experts + choices // M: a program finds the
+expert of its block in `starts`, and leaves if there is none.
+Few choices are not sorted (`block_of_program`).
 """
 
 import triton
@@ -119,6 +121,115 @@ def sort_kernel(
 
 
 @triton.jit
+def _bits(word):
+    """How many bits of uint32 are set."""
+    word -= (word >> 1) & 0x55555555
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    return ((((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _own_choices(experts, expert, block, FIRST: tl.constexpr):
+    """(Which of 32 choices from FIRST on are an expert's, as bits; how many; how many of them stand
+    before choice `block`). A warp has a choice in each lane.
+    """
+    lane = tl.arange(0, 32)
+    inside = FIRST + lane < tl.num_programs(1)
+    own = (tl.load(experts + FIRST + lane, mask=inside, other=-1) == expert).to(tl.int32)
+    before = tl.where(FIRST + lane < block, own, 0)
+    word = tl.sum(own.to(tl.uint32) << lane.to(tl.uint32), 0).to(tl.uint32)
+    return word, tl.sum(own, 0), tl.sum(before, 0)
+
+
+@triton.jit
+def _bit(words, n, WORDS: tl.constexpr):
+    """Which bit of WORDS words of 32 is the n-th that is set."""
+    word, place = tl.zeros(n.shape, tl.uint32) + words[0], tl.zeros(n.shape, tl.int32)
+    for w in tl.static_range(1, WORDS):
+        here = _bits(word)
+        behind = n >= here
+        n = tl.where(behind, n - here, n)
+        word = tl.where(behind, words[w], word)
+        place = tl.where(behind, 32 * w, place)
+    for i in tl.static_range(5):
+        here = _bits((word >> (place % 32).to(tl.uint32)) & ((1 << (16 >> i)) - 1))
+        behind = n >= here
+        n = tl.where(behind, n - here, n)
+        place = tl.where(behind, place + (16 >> i), place)
+    return place
+
+
+@triton.jit
+def block_of_program(
+    order, starts, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
+    FOUND: tl.constexpr, DIRECT: tl.constexpr,
+):  # fmt: skip
+    """(The expert of block program_id(1), EXPERTS if there is none; the first of its choices that
+    is the block's; where they end; and if FOUND which of all choices are the expert's, as bits).
+
+    FOUND: `order` has the experts of all choices, at most 32 FOUND. The program of every BLOCK_M-th
+    choice of an expert, from the first on, has these; others have none. A warp finds that by
+    itself. With FOUND 0 choices were sorted. DIRECT: the first block of expert e is block e, which
+    is read off, and those behind all these are sought; else blocks of an expert are neighbours.
+    """
+    block = tl.program_id(1)
+    if FOUND:
+        expert = tl.load(order + block)
+        word, stop, first = _own_choices(order, expert, block, 0)
+        words = (word,)
+        for w in tl.static_range(1, FOUND):
+            word, own, before = _own_choices(order, expert, block, 32 * w)
+            words += (word,)  # type: ignore[assignment]
+            stop += own
+            first += before
+        leads = (expert >= 0) & (expert < EXPERTS) & (first % BLOCK_M == 0)
+        return tl.where(leads, expert, EXPERTS), first, stop, words
+    elif DIRECT:
+        if block < EXPERTS:
+            first, stop = tl.load(starts + block), tl.load(starts + 1 + block)
+            expert = tl.where(first < stop, block, EXPERTS)
+        else:
+            expert, first, stop = _sought(starts, block - EXPERTS, 1, EXPERTS, BLOCK_M, BLOCK_E)
+        return expert, first, stop, (0,)
+    else:
+        expert, first, stop = _sought(starts, block, 0, EXPERTS, BLOCK_M, BLOCK_E)
+        return expert, first, stop, (0,)
+
+
+@triton.jit
+def _sought(
+    starts, block, LEFT_OUT: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """(Expert, first choice, end) of a block among those of all experts, the first LEFT_OUT of each
+    left out.
+    """
+    e = tl.arange(0, BLOCK_E)
+    begin = tl.load(starts + e, mask=e < EXPERTS, other=0)
+    end = tl.load(starts + 1 + e, mask=e < EXPERTS, other=0)
+    blocks = tl.maximum((end - begin + BLOCK_M - 1) // BLOCK_M - LEFT_OUT, 0)
+    last = tl.cumsum(tl.where(e < EXPERTS, blocks, 0), 0)
+    expert = tl.sum(((last <= block) & (e < EXPERTS)).to(tl.int32), 0)
+    own = e == expert
+    place = begin + (block - last + blocks + LEFT_OUT) * BLOCK_M
+    return expert, tl.sum(tl.where(own, place, 0), 0), tl.sum(tl.where(own, end, 0), 0)
+
+
+@triton.jit
+def rows_of_block(order, first, stop, found, BLOCK_M: tl.constexpr, FOUND: tl.constexpr):
+    """(Which rows those of a block are among all, which choices they are, and whether they are
+    any), of what `block_of_program` gives. If FOUND a choice has its own row.
+    """
+    m = first + tl.arange(0, BLOCK_M)
+    real = m < stop
+    if FOUND:
+        choice = _bit(found, m, FOUND)
+        return choice, choice, real
+    else:
+        return m, tl.load(order + m, mask=real, other=0), real
+
+
+@triton.jit
 def product_kernel(
     x, weight, out, order, starts, x_stride, N: tl.constexpr, K: tl.constexpr,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
@@ -130,21 +241,12 @@ def product_kernel(
     order of experts. Else rows stand in that order, and results in that of the choices.
     """
     wait(OVERLAP)
-    block = tl.program_id(1)
-    e = tl.arange(0, BLOCK_E)
-    begin = tl.load(starts + e, mask=e < EXPERTS, other=0)
-    end = tl.load(starts + 1 + e, mask=e < EXPERTS, other=0)
-    blocks = (end - begin + BLOCK_M - 1) // BLOCK_M
-    last = tl.cumsum(tl.where(e < EXPERTS, blocks, 0), 0)
-    expert = tl.sum(((last <= block) & (e < EXPERTS)).to(tl.int32), 0)
+    expert, first, stop, found = block_of_program(
+        order, starts, EXPERTS, BLOCK_M, BLOCK_E, 0, False
+    )  # fmt: skip
     if expert < EXPERTS:
-        own = e == expert
-        first = tl.sum(tl.where(own, begin + (block - last + blocks) * BLOCK_M, 0), 0)
-        stop = tl.sum(tl.where(own, end, 0), 0)
-        m = first + tl.arange(0, BLOCK_M)
+        m, choice, real = rows_of_block(order, first, stop, found, BLOCK_M, 0)
         n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-        real = m < stop
-        choice = tl.load(order + m, mask=real, other=0)
         row = (choice // TOP_K if GATED else m).to(tl.int64)
         rows = x + row[:, None] * x_stride
         own_rows = weight + tl.cast(expert, tl.int64) * (N * K * (2 if GATED else 1))

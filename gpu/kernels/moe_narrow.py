@@ -225,24 +225,58 @@ def _many(
     act: _Between,
 ) -> torch.Tensor:  # fmt: skip
     (tokens, top_k), (count, dim, _) = experts.shape, down.values.shape
-    order, starts = sorted_by_expert(experts, count)
-    hidden = torch.empty((tokens * top_k, down.k), dtype=x.dtype, device=x.device)
-    rows = torch.empty((tokens * top_k, dim), dtype=x.dtype, device=x.device)
-    for source, weight, target, gated in ((x, up, hidden, True), (hidden, down, rows, False)):
-        if _fragments_take(x, weight, act, triton.cdiv(tokens * top_k, count)):
+    choices = tokens * top_k
+    hidden = torch.empty((choices, down.k), dtype=x.dtype, device=x.device)
+    rows = torch.empty((choices, dim), dtype=x.dtype, device=x.device)
+    products = (x, up, hidden, True), (hidden, down, rows, False)
+    rows_each = triton.cdiv(choices, count)
+    fragments = all(_fragments_take(x, weight, act, rows_each) for weight in (up, down))
+    found = 0 if fragments else words_of(choices, config("moe_narrow", dtype_name(x))["found"])
+    order, starts = (experts, experts) if found else sorted_by_expert(experts, count)
+    for source, weight, target, gated in products:
+        if fragments:
             _fragments(source, weight, target, experts, order, starts, act, gated=gated)
-            continue
-        rows_each = rows_of_block(tokens * top_k, count)
-        variants = dtype_name(x), f"{weight.kind}/{rows_each}", rows_each
-        setting = config("moe_narrow_product", *variants)
-        n, block_m = target.shape[1], setting["block_m"]
-        blocks = tokens * top_k // block_m + min(count, tokens * top_k)
-        narrow_product_kernel[(triton.cdiv(n, setting["block_n"]), blocks)](
-            source, *weight.arrays, target, order, starts, act.alpha, act.limit, source.stride(0),
-            N=n, K=weight.k, EXPERTS=count, TOP_K=top_k, GATED=gated, **weight.constants,
-            **act.constants, BLOCK_M=block_m, BLOCK_N=setting["block_n"],
-            BLOCK_K=weight.block_k(setting["block_k"]), BLOCK_E=power_of_2(count),
-            STAGES=setting["stages"], LEFT=setting["left"], num_warps=setting["warps"],
-            **overlap(early=True),
-        )  # fmt: skip
+        else:
+            _product(source, weight, target, order, starts, top_k, act, gated, found)
     return combined(rows, weights, experts, count, x)
+
+
+def words_of(choices: int, most: int) -> int:
+    """How many words of 32 bits have one for each of up to `most` choices, 0 for more of them."""
+    return power_of_2(triton.cdiv(choices, 32)) if choices <= most else 0
+
+
+def blocks_of(choices: int, experts: int, block_m: int, found: int) -> tuple[int, bool]:
+    """(How many blocks of rows there may be, whether the first of an expert has its number).
+
+    That finds an expert soonest, but other blocks of it come late: too late for a weight to be in
+    the L2 still, where most experts have several.
+    """
+    if found:
+        return choices, False
+    direct = experts <= choices <= experts * block_m
+    return choices // block_m + min(experts, choices), direct
+
+
+def _product(
+    x: torch.Tensor, weight: _Weight, out: torch.Tensor, order: torch.Tensor,
+    starts: torch.Tensor, top_k: int, act: _Between, gated: bool, found: int,
+) -> None:  # fmt: skip
+    """Rows by the weights of their experts, of choices as they were sorted or, if they are `found`,
+    as each program finds them.
+    """
+    (choices, n), count = out.shape, weight.values.shape[0]
+    most = rows_of_block(choices, count)
+    of_kind, role = f"{weight.kind}/{most}", "up" if gated else "down"
+    variants = dtype_name(x), f"{of_kind}/{role}", of_kind, most
+    setting = config("moe_narrow_product", *variants)
+    block_m, block_n = setting["block_m"], setting["block_n"]
+    blocks, direct = blocks_of(choices, count, block_m, found)
+    narrow_product_kernel[(triton.cdiv(n, block_n), blocks)](
+        x, *weight.arrays, out, order, starts, act.alpha, act.limit, x.stride(0),
+        N=n, K=weight.k, EXPERTS=count, TOP_K=top_k, GATED=gated, **weight.constants,
+        **act.constants, BLOCK_M=block_m, BLOCK_N=block_n,
+        BLOCK_K=weight.block_k(setting["block_k"]), BLOCK_E=power_of_2(count), FOUND=found,
+        DIRECT=direct, STAGES=setting["stages"], LEFT=setting["left"],
+        num_warps=setting["warps"], **overlap(early=True),
+    )  # fmt: skip

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .arithmetic import activated, dot, exp
+from .moe_kernels import block_of_program, rows_of_block
 from .narrow_kernels import INT4_ZERO, _entries, _spread
 from .overlap import wait
 
@@ -206,28 +207,20 @@ def narrow_product_kernel(
     K: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
     CLAMPED: tl.constexpr, GELU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr, LEFT: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, FOUND: tl.constexpr, DIRECT: tl.constexpr,
+    STAGES: tl.constexpr, LEFT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (block of results, block of rows): see `product_kernel` of `moe_kernels.py`. LEFT: the
-    weight is the left operand, which tensor cores take from registers.
+    """Grid (block of results, block of rows, or if FOUND choice): see `product_kernel` of
+    `moe_kernels.py`. LEFT: the weight is the left operand, which tensor cores take from registers.
     """
     wait(OVERLAP)
-    block = tl.program_id(1)
-    e = tl.arange(0, BLOCK_E)
-    begin = tl.load(starts + e, mask=e < EXPERTS, other=0)
-    end = tl.load(starts + 1 + e, mask=e < EXPERTS, other=0)
-    blocks = (end - begin + BLOCK_M - 1) // BLOCK_M
-    last = tl.cumsum(tl.where(e < EXPERTS, blocks, 0), 0)
-    expert = tl.sum(((last <= block) & (e < EXPERTS)).to(tl.int32), 0)
+    expert, first, stop, found = block_of_program(
+        order, starts, EXPERTS, BLOCK_M, BLOCK_E, FOUND, DIRECT
+    )  # fmt: skip
     if expert < EXPERTS:
-        own = e == expert
-        first = tl.sum(tl.where(own, begin + (block - last + blocks) * BLOCK_M, 0), 0)
-        stop = tl.sum(tl.where(own, end, 0), 0)
-        m = first + tl.arange(0, BLOCK_M)
+        m, choice, real = rows_of_block(order, first, stop, found, BLOCK_M, FOUND)
         n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-        real, inside = m < stop, n < N
-        choice = tl.load(order + m, mask=real, other=0)
+        inside = n < N
         row = (choice // TOP_K if GATED else m).to(tl.int64)
         rows = x + row * x_stride
         dtype: tl.constexpr = x.dtype.element_ty

@@ -367,6 +367,24 @@ def test_triton_experts_of_mxfp4(kernels, device, tokens, top_k, alpha):
     judge("moe_experts_narrow", arguments | chosen | {"limit": 0.9 if alpha else 0.0}, device)
 
 
+@pytest.mark.parametrize(("group", "gelu"), [(128, False), (0, True)])
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 4), (4, 3), (12, 3)])
+def test_triton_experts_of_fp8(kernels, device, tokens, top_k, group, gelu):
+    """Choices by themselves, and those that programs find in one word and in two; scales of whole
+    rows or of 128 entries, and biases.
+    """
+    rng, (dim, inter, experts) = np.random.default_rng(tokens), (384, 128, 6)
+    chosen = _chosen(rng.normal(size=(tokens, experts - 1)), top_k, True)
+    chosen["experts"][-1, -1] = -1
+    arguments = {"x": normal(rng, "bfloat16", tokens, dim), "kind": "fp8", "gelu": gelu}
+    for name, n, k in (("gate_up", 2 * inter, dim), ("down", dim, inter)):
+        bias = None if gelu else normal(rng, "bfloat16", experts, n)
+        groups = k // group if group else 1
+        weight = _narrow(rng, "fp8", "bfloat16", groups, experts, n, k)
+        arguments |= _named(name, weight, bias)
+    judge("moe_experts_narrow", arguments | chosen | {"alpha": 0.0, "limit": 0.0}, device)
+
+
 @pytest.mark.parametrize(
     ("heads", "size", "page"),
     [((7, 1), 128, 32), ((8, 2), 80, 16), ((4, 4), 256, 64), ((8, 2), 64, 8), ((4, 1), 128, 16)],
@@ -643,6 +661,42 @@ def test_triton_experts(kernels, device, dtype, tokens, experts, k, dim, inter):
     judge("moe_experts", arguments | {"gelu": True}, device)
     first, second = (run("moe_experts", "torch", "triton", arguments, device)[0] for _ in range(2))
     assert first.tobytes() == second.tobytes()
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("experts", [3, 40])
+@pytest.mark.parametrize("choices", [7, 33, 70, 150, 300])
+def test_triton_blocks_of_experts(kernels, device, choices, experts, rows):
+    """Programs find all choices of each expert in their order, `rows` at a time, and no other."""
+    import torch
+
+    from twinfer.gpu.kernels.moe import sorted_by_expert
+    from twinfer.gpu.kernels.moe_narrow import blocks_of, words_of
+
+    from .blocks_kernel import blocks_kernel
+
+    rng = np.random.default_rng(choices)
+    ids = rng.integers(-1, experts + 1, choices).astype(np.int32)
+    chosen, found = torch.from_numpy(ids).to(device), words_of(choices, 128)
+    order, starts = (chosen, chosen) if found else sorted_by_expert(chosen, experts)
+    number, direct = blocks_of(choices, experts, rows, found)
+    assert direct == (150 <= choices <= experts * rows)
+    expert_of = torch.full((number,), -7, dtype=torch.int32, device=device)
+    choices_of = torch.full((number, rows), -7, dtype=torch.int32, device=device)
+    blocks_kernel[(1, number)](
+        order, starts, expert_of, choices_of, EXPERTS=experts, BLOCK_M=rows, BLOCK_E=64,
+        FOUND=found, DIRECT=direct,
+    )  # fmt: skip
+    got = [
+        (int(e), [c for c in own.tolist() if c >= 0])
+        for e, own in zip(expert_of.cpu(), choices_of.cpu(), strict=True)
+        if e < experts
+    ]
+    want = []
+    for e in range(experts):
+        own = np.flatnonzero(ids == e).tolist()
+        want += [(e, own[i : i + rows]) for i in range(0, len(own), rows)]
+    assert sorted(got) == want
 
 
 def test_triton_sorts_many_choices(kernels, device):
