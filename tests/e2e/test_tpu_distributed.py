@@ -13,13 +13,16 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
 from twinfer.bucketing import Descriptor, Table
 from twinfer.shared import waiting
 from twinfer.shared.errors import BackendUnavailable, ConfigError
+from twinfer.shared.executor.curve import CurveServer
 from twinfer.shared.step import NewPages, StepInput, StepShape
 from twinfer.tpu import host_link, hosts
 
@@ -315,6 +318,56 @@ def test_who_waits_says_for_what_and_ends_with_a_reason(
     assert told
     assert all(text.startswith(f"waits for {waits}") for text in told)
     assert re.search(r"0 of at most 1 s$", told[0])
+
+
+def test_a_host_that_was_refused_ends_with_a_reason_too(monkeypatch):
+    """What it reports is taken by nobody, which it may not wait for."""
+    import zmq
+
+    monkeypatch.setattr(host_link, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(host_link, "BEAT_S", 0.1)
+    board, port, errors = Board(), free_ports(), []
+
+    def follow():
+        try:
+            other_waits(f"127.0.0.1:{port}", board)
+        except BackendUnavailable as error:
+            errors.append(str(error))
+
+    with zmq.Context() as context:
+        server = CurveServer(context)
+        board.put("hosts/key/0", server.allow([]))
+        doors = [server.bind(zmq.XPUB, "127.0.0.1", port)[0]]
+        doors.append(server.bind(zmq.PULL, "127.0.0.1", port + 1)[0])
+        thread = threading.Thread(target=follow, daemon=True)
+        thread.start()
+        thread.join(20)
+        for door in doors:
+            door.close(linger=0)
+        server.close()
+    assert errors == [f"hosts: host 0 made no call within 1 s, from 127.0.0.1:{port}"]
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "words"),
+    [
+        ("DEADLINE_EXCEEDED: GetKeyValue() timed out", TimeoutError, "hosts/key/1"),
+        (
+            "UNAVAILABLE: Socket closed\nmore",
+            BackendUnavailable,
+            "coordinator: UNAVAILABLE: Socket",
+        ),
+    ],
+)
+def test_what_the_store_of_jax_says_is_told_in_our_words(said, kind, words):
+    def get(name, milliseconds):
+        assert (name, milliseconds) == ("hosts/key/1", 2000)
+        raise jax.errors.JaxRuntimeError(said)
+
+    store = hosts.KeyValueStore(SimpleNamespace(blocking_key_value_get=get))
+    with pytest.raises(kind, match=words) as raised:
+        store.get("hosts/key/1", 2.0)
+    assert "more" not in str(raised.value)
 
 
 def test_an_answer_that_does_not_come_is_told_of(monkeypatch):
