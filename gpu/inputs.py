@@ -20,12 +20,14 @@ from ..shared.errors import InternalError, OutsideTable
 from ..shared.page_groups import PageGroup
 from ..shared.step import (
     HOST_LENGTHS,
+    HistoryEntries,
     Layout,
     PageEntries,
     Sampler,
     StepInput,
     StepShape,
     batch_layout,
+    histories_shape,
     processor_layout,
     sampling_layout,
     tables_of,
@@ -42,6 +44,10 @@ reads it.
 """
 OF_TOKENS = ("token_ids", "positions", "slots")
 OF_REQUESTS = ("query_start", "kv_lens", "rows", "sample_index", "counts")
+OF_HISTORIES = ("new_column", "new_token")
+"""Fields [R] of the static buffer: where a request's history gets a token, -1: nowhere; and the
+token.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,8 @@ class _Places:
     fields: dict[str, tuple[int, tuple[int, ...], bool]]
     page_index: slice
     page_value: slice
+    new_column: slice
+    new_token: slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +90,8 @@ class _Target:
     runs: tuple[np.ndarray, ...]
     page_index: np.ndarray
     page_value: np.ndarray
+    new_column: np.ndarray
+    new_token: np.ndarray
     host: torch.Tensor
     device: torch.Tensor
 
@@ -105,8 +115,9 @@ class _Slot:
         made = self.targets.get(d)
         if made is None:
             runs = tuple(run.of(self.array) for run in places.runs)
-            index, value = self.array[places.page_index], self.array[places.page_value]
-            made = _Target(runs, index, value, self.tensor[: places.size], device[: places.size])
+            others = (places.page_index, places.page_value, places.new_column, places.new_token)
+            views = (self.array[place] for place in others)
+            made = _Target(runs, *views, self.tensor[: places.size], device[: places.size])
             self.targets[d] = made
         return made
 
@@ -126,6 +137,7 @@ class StepInputs:
         """Tokens of a page, by group."""
         self._cuda = device.type == "cuda"
         self._places = {d: _places(d, shape, self.page_sizes) for d in table}
+        self._by_requests = {d.requests: d for d in table}
         size = max(places.size for places in self._places.values())
         self.buffer = torch.zeros(size, dtype=torch.int32, device=device)
         self.pages = torch.zeros(
@@ -133,6 +145,12 @@ class StepInputs:
         )
         self._flat_pages = self.pages.view(-1)
         self._entries = PageEntries(shape)
+        self.histories = torch.zeros(histories_shape(shape), dtype=torch.int32, device=device)
+        """The tokens of each row that were read back, where its request has penalties: see
+        `NewTokens`.
+        """
+        self._no_histories = self.histories.new_zeros(histories_shape(shape, ()))
+        self._history_entries = HistoryEntries()
         self._slots = [_Slot(self.buffer) for _ in range(RING if self._cuda else 1)]
         self._next = 0
         # For implementations that read lengths on the host; a copy, as a call that was captured
@@ -142,6 +160,8 @@ class StepInputs:
         self._processors = torch.zeros(layout.size, dtype=torch.int32, device=device)
         self._sent: tuple[Layout, np.ndarray] | None = None
         """What the fields before the tables hold."""
+        self._filled: np.ndarray | None = None
+        """The buffer that fields and tables are filled from, if nobody can have written to it."""
         self._awaited: torch.Tensor | None = None
         """Where the masks go that are all that a step waits for: [k, W]."""
         # They come beside the model, which may run still; behind the sampler that read the last.
@@ -168,16 +188,26 @@ class StepInputs:
         return self._host_views[descriptor]
 
     def processors(self, requests: int, sampler: Sampler) -> dict[str, torch.Tensor]:
-        """The fields of `processor_layout` for a number of requests, on the device."""
+        """The fields of `processor_layout` for a number of requests, on the device, and the
+        histories with what is new to them.
+        """
         layout = processor_layout(requests, self._shape, sampler)
-        return layout.unpack(self._processors, lambda bits: bits.view(torch.float32))
+        fields = layout.unpack(self._processors, lambda bits: bits.view(torch.float32))
+        of_step = self.fields(self._by_requests[requests])
+        fields |= {name: of_step[name] for name in OF_HISTORIES}
+        histories = self.histories if sampler == "processed" else self._no_histories
+        return fields | {"histories": histories}
 
     def fill_processors(self, requests: int, sampler: Sampler, processors: np.ndarray) -> None:
         """Bring what samplers with processors read to the device without waiting for it: of the
-        tables, the entries that there are.
+        tables, the entries that there are. Steps share what did not change: it is there already.
         """
+        if processors is self._filled:
+            return
         layout = processor_layout(requests, self._shape, sampler)
         self._fill_tables(layout, processors, tables_of(layout, processors))
+        if not processors.flags.writeable:
+            self._filled = processors
 
     def fill_around_masks(self, step: StepInput) -> None:
         """The same of a step whose requests wait for masks, but for those: `fill_masks` is next."""
@@ -236,8 +266,8 @@ class StepInputs:
     def _fill_tables(
         self, layout: Layout, processors: np.ndarray, tables: Mapping[str, np.ndarray]
     ) -> None:
-        at = layout.fields["histories"].offset
-        head = processors[:at]
+        at = layout.fields["bias_ids"].offset
+        head, self._filled = processors[:at], None
         if self._sent is None or self._sent[0] is not layout or (head != self._sent[1]).any():
             self._sent = layout, head.copy()
         elif not any(entries.size for entries in tables.values()):
@@ -281,6 +311,8 @@ class StepInputs:
                 run.shape
             )
         self._stage_pages(step, target)
+        if step.sampler == "processed":
+            self._stage_tokens(step, target)
         if host:
             self._on_host.numpy()[: places.size] = slot.array[: places.size]
         if slot.read is not None:
@@ -296,6 +328,19 @@ class StepInputs:
             target.page_value[: len(index)] = pages
         else:
             self._flat_pages.index_put_((self._send(index),), self._send(pages))
+
+    def _stage_tokens(self, step: StepInput, target: _Target) -> None:
+        """Write the tokens that are new to histories, one a request, into the step's fields; send
+        those of requests that have more.
+        """
+        changes = self._history_entries.take(step)
+        target.new_column[:] = -1
+        target.new_column[changes.indices] = changes.columns
+        target.new_token[changes.indices] = changes.tokens
+        for row, first, tokens in changes.spans:
+            last = first + len(tokens)
+            self.histories[row, first:last].copy_(self._pinned(tokens), non_blocking=True)
+            self.histories[row, last:] = -1
 
     def _send(self, x: np.ndarray) -> torch.Tensor:
         return self._pinned(x).to(self.buffer.device, non_blocking=True)
@@ -326,8 +371,12 @@ def _places(d: Descriptor, shape: StepShape, page_sizes: Sequence[int]) -> _Plac
     for layout, names in (
         (sampling, tuple(sampling.fields)),
         (batch, OF_REQUESTS),
+        (None, OF_HISTORIES),
         (batch, OF_TOKENS),
     ):
+        if layout is None:
+            new_column, new_token = (place(name, (d.requests,)) for name in names)
+            continue
         for name in names:
             field, start = layout.fields[name], offset
             place(name, field.shape, field.floating)
@@ -348,6 +397,8 @@ def _places(d: Descriptor, shape: StepShape, page_sizes: Sequence[int]) -> _Plac
     return _Places(
         page_index=place("page_index", changes),
         page_value=place("page_value", changes),
+        new_column=new_column,
+        new_token=new_token,
         size=offset,
         runs=tuple(runs),
         fields=fields,

@@ -67,7 +67,14 @@ def select(
 
 
 def processors(fields: Mapping[str, Tensor], last_tokens: Tensor) -> dict[str, Tensor]:
-    """See `known_processors`."""
+    """See `known_processors`. `histories` [row + 1, H] get what is new to them before: request i
+    the token `new_token[i]` at `new_column[i]`, if that is not -1.
+    """
+    histories, column = fields["histories"], fields["new_column"]
+    if histories.shape[1]:
+        is_new = (column >= 0) & (fields["history_row"] >= 0)
+        row = torch.where(is_new, fields["history_row"], histories.shape[0] - 1)
+        histories[row, torch.where(is_new, column, 0)] = fields["new_token"]
     return known_processors(torch.where, fields, last_tokens)
 
 

@@ -101,12 +101,13 @@ def _entry(table, out, r, entry, place, WIDTH: tl.constexpr):
     tl.store(out + r.to(tl.int64) * WIDTH + place, own, mask=place < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _processors_kernel(
-    rows, pending, history_row, bias_row, mask_row, last_tokens, bias_ids, bias, masks, ids_out,
-    bias_out, masks_out, last_out, BIASES: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    rows, pending, history_row, bias_row, mask_row, new_column, new_token, last_tokens, histories,
+    bias_ids, bias, masks, ids_out, bias_out, masks_out, last_out, length,
+    BIASES: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (request, block of entries)."""
+    """Grid (request, block of entries). Histories are `length` long."""
     r, block = tl.program_id(0), tl.program_id(1)
     place = block * BLOCK + tl.arange(0, BLOCK)
     _entry(masks, masks_out, r, tl.load(mask_row + r), place, WORDS)
@@ -115,26 +116,35 @@ def _processors_kernel(
         _entry(bias_ids, ids_out, r, of_bias, place, BIASES)
         _entry(bias, bias_out, r, of_bias, place, BIASES)
     if block == 0:
-        known = (tl.load(pending + r) > 0) & (tl.load(history_row + r) >= 0)
+        row = tl.load(history_row + r)
+        column = tl.load(new_column + r)
+        is_new = (row >= 0) & (column >= 0) & (column < length)
+        place = row.to(tl.int64) * length + column
+        tl.store(histories + place, tl.load(new_token + r), mask=is_new)
+        known = (tl.load(pending + r) > 0) & (row >= 0)
         last = tl.load(last_tokens + tl.load(rows + r), mask=known, other=-1)
         tl.store(last_out + r, last)
 
 
 def processors(fields: Mapping[str, Tensor], last_tokens: Tensor) -> dict[str, Tensor]:
     """See `plumbing.processors`."""
-    names = ("rows", "pending", "history_row", "bias_row", "mask_row")
+    names = (
+        "rows", "pending", "history_row", "bias_row", "mask_row", "new_column", "new_token",
+    )  # fmt: skip
+    histories = fields["histories"]
     tables = tuple(fields[name] for name in ("bias_ids", "bias", "masks"))
     requests, biases, words = tables[0].shape[0], tables[0].shape[1], tables[2].shape[1]
     last = torch.empty_like(fields["rows"])
     made = tuple(torch.empty_like(table) for table in tables)
     _processors_kernel[(requests, triton.cdiv(max(biases, words), 1024))](
-        *(fields[name] for name in names), last_tokens, *tables, *made, last,
+        *(fields[name] for name in names), last_tokens, histories, *tables, *made, last,
+        histories.shape[1],
         BIASES=biases, WORDS=words, BLOCK=1024,
     )  # fmt: skip
     known = {name: fields[name] for name in OF_THE_OP}
     ids, bias, mask = made
     return known | {
-        "bias_ids": ids, "bias": bias, "mask": mask, "history": fields["histories"], "last": last,
+        "bias_ids": ids, "bias": bias, "mask": mask, "history": histories, "last": last,
     }  # fmt: skip
 
 

@@ -14,7 +14,9 @@ from .request_table import (
     MASKED,
     NO_STOP,
     POSITION,
+    PROCESSED,
     PROCESSOR_FIELDS,
+    UNKNOWN,
     RequestTable,
     ScheduledStep,
     padding_column,
@@ -34,6 +36,8 @@ from .step import (
     tables_of,
 )
 
+_NOBODY, _NO_ROWS = np.zeros(0, np.bool_), np.zeros(0, np.int64)
+
 
 def pack(
     step: ScheduledStep,
@@ -42,7 +46,7 @@ def pack(
     step_id: int,
     with_page_table: bool = False,
 ) -> StepInput:
-    """The input of `step`, in new buffers. Changes nothing. `with_page_table`: one that can be run
+    """The input of `step`. Changes nothing. `with_page_table`: one that can be run
     by itself.
 
     Valid only between the `schedule` that made the step and the next call to the scheduler, as the
@@ -64,10 +68,12 @@ def pack(
             "a step was packed too late: a request has left its row since it was scheduled"
         )
     level = _level(step)
-    waiting = processors = None
+    waiting = processors = histories = None
     if level >= MASKED:
-        waiting = _waiting(step, table)
+        waiting = _waiting(step, table) if step.group.has_matcher else None
         processors = _processors(step, table, shape, SAMPLERS[level], waiting)
+    if level == PROCESSED and with_page_table:
+        histories = histories_of(step.rows[step.group.remembered], table)
     return StepInput(
         step_id=step_id,
         descriptor=step.descriptor,
@@ -86,6 +92,8 @@ def pack(
         if with_page_table
         else None,
         waiting=waiting,
+        new_tokens=None if with_page_table else step.new_tokens,
+        histories=histories,
     )
 
 
@@ -108,6 +116,14 @@ def page_table_of(
     tables = table.pages.reshape(shape.num_groups, table.max_rows, -1)
     pages[:, : len(rows), : table.pages_per_row] = tables[:, rows]
     return pages.reshape(-1, shape.pages_per_request)
+
+
+def histories_of(rows: np.ndarray, table: RequestTable) -> np.ndarray:
+    """`[k, H]` tokens of `rows` of the table that were read back; -1 behind them."""
+    histories = table.tokens[rows]
+    places = np.arange(histories.shape[1])
+    histories[places >= table.known[rows][:, None]] = UNKNOWN
+    return histories
 
 
 def _stop_ids(step: ScheduledStep) -> np.ndarray:
@@ -191,15 +207,6 @@ def _rows_of(step: ScheduledStep, shape: StepShape) -> np.ndarray:
     return group.batch[1]
 
 
-def _padded_rows(step: ScheduledStep, table: RequestTable) -> np.ndarray:
-    """`[R]` rows of the padded batch: those behind the real ones are the padding row of the
-    table's columns.
-    """
-    rows = np.full(step.descriptor.requests, table.max_rows)
-    rows[: len(step.rows)] = step.rows
-    return rows
-
-
 def _sampling(step: ScheduledStep) -> np.ndarray:
     """The sampling buffer: fields that stay, and the positions of the tokens that are sampled."""
     fields = step.group.sampling(step.descriptor.requests).copy()
@@ -216,46 +223,71 @@ def _processors(
     sampler: Sampler,
     waiting: np.ndarray | None,
 ) -> np.ndarray:
-    """What `processor_layout` says. The masks of `waiting` requests are left open."""
+    """What `processor_layout` says. The masks of `waiting` requests are left open.
+
+    Steps of a group share a buffer, which nobody may write to, while it stays as it is.
+    """
+    group = step.group
+    pending = table.known[group.rows] == step.starts
+    bans = _NOBODY
+    if group.longest_min_total:
+        bans = step.ends < group.min_total
+    made_for = step.descriptor.requests, shape, sampler, pending.tobytes(), bans.tobytes()
+    if group.processors is not None and group.processors[0] == made_for:
+        return group.processors[1]
+    buffer = _new_processors(step, table, shape, sampler, pending, bans, waiting)
+    if not group.has_matcher:
+        buffer.flags.writeable = False
+        group.processors = made_for, buffer
+    return buffer
+
+
+def _new_processors(
+    step: ScheduledStep,
+    table: RequestTable,
+    shape: StepShape,
+    sampler: Sampler,
+    pending: np.ndarray,
+    bans: np.ndarray,
+    waiting: np.ndarray | None,
+) -> np.ndarray:
+    """`_processors` in a new buffer. `pending` and `bans` [R] say of which requests the last token
+    was not read back, and of which stop ids are banned; `bans` [0]: of none.
+    """
     layout = processor_layout(step.descriptor.requests, shape, sampler)
-    rows, padded = step.rows, _padded_rows(step, table)
-    listed = rows.tolist()
-    numbers = table.processors.take(padded, axis=1)
-    bans = (step.ends < table.min_total[rows]).tolist()
-    masked = [i for i, row in enumerate(listed) if row in table.masks or bans[i]]
-    biased, remembered = [], []
+    group, rows = step.group, step.rows
+    is_masked = table.restricted[rows]
+    if len(bans):
+        is_masked |= bans
+    needed = {"bias_row": _NO_ROWS, "mask_row": np.flatnonzero(is_masked)}
     if sampler == "processed":
-        biased = [i for i, row in enumerate(listed) if row in table.biases]
-        neutral = table.processors[:, -1:]
-        remembered = np.flatnonzero((numbers != neutral).any(axis=0)).tolist()
-    needed = {"history_row": remembered, "bias_row": biased, "mask_row": masked}
+        needed["bias_row"] = group.biased
     counts = {name: len(needed[row]) for name, row in TABLES.items()}
     buffer = processors_for(layout, counts)
+    fields = {name: layout.view(buffer, name) for name in layout.fields if name not in TABLES}
     for row, which in needed.items():
-        layout.view(buffer, row)[which] = np.arange(len(which))
-    prompt_len, pending = layout.view(buffer, "prompt_len"), layout.view(buffer, "pending")
-    prompt_len[:], pending[:] = 0, 0
-    prompt_len[: len(rows)] = table.prompt_len[rows]
-    pending[: len(rows)] = table.known[rows] == step.starts
-    layout.view(buffer, "rows")[:] = padded
-    for name, values in zip(PROCESSOR_FIELDS, numbers, strict=True):
-        layout.view(buffer, name).view(np.int32)[:] = values
-    late = set() if waiting is None else set(waiting.tolist())
-    if not biased and not remembered and late.issuperset(masked):
-        return buffer
+        fields[row][which] = np.arange(len(which))
+    if sampler == "processed":
+        fields["history_row"][group.remembered] = rows[group.remembered]
+    fields["prompt_len"][:], fields["pending"][:], fields["rows"][:] = 0, 0, table.max_rows
+    fields["prompt_len"][: len(rows)] = table.prompt_len[rows]
+    fields["pending"][: len(rows)] = pending
+    fields["rows"][: len(rows)] = rows
+    for name, values in zip(PROCESSOR_FIELDS, table.processors, strict=True):
+        field = fields[name].view(np.int32)
+        field[: len(rows)], field[len(rows) :] = values[rows], values[-1]
     entries = tables_of(layout, buffer)
-    for index, mask in zip(masked, entries["masks"], strict=True):
+    late = set() if waiting is None else set(waiting.tolist())
+    for index, mask in zip(needed["mask_row"].tolist(), entries["masks"], strict=True):
         if index in late:
             continue  # `with_masks` brings it
-        own_mask = listed[index] in table.masks
-        mask[:] = _base_mask(table, listed[index], shape.vocab_size) if own_mask else -1
-        if bans[index]:
-            _ban(mask, table.stop_ids[rows[index]], shape.vocab_size)
-    for index, history in zip(remembered, entries["histories"], strict=True):
-        known = int(table.known[rows[index]])
-        history[:known], history[known:] = table.tokens[rows[index], :known], -1
-    for index, ids, bias in zip(biased, entries["bias_ids"], entries["bias"], strict=True):
-        own, values = table.biases[listed[index]]
+        row = int(rows[index])
+        mask[:] = _base_mask(table, row, shape.vocab_size) if row in table.masks else -1
+        if len(bans) and bans[index]:
+            _ban(mask, table.stop_ids[row], shape.vocab_size)
+    biases = entries["bias_ids"], entries["bias"]
+    for index, ids, bias in zip(needed["bias_row"].tolist(), *biases, strict=True):
+        own, values = table.biases[int(rows[index])]
         ids[: len(own)], ids[len(own) :] = own, -1
         bias[: len(own)], bias[len(own) :] = values, 0
     return buffer

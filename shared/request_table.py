@@ -20,7 +20,7 @@ from .page_groups import PageGroup, base_page, widest
 from .request import Request
 from .sampling_encoding import encode_bias, encode_processors, encode_sampling, sampler_of
 from .sampling_params import SamplingParams
-from .step import SAMPLERS, NewPages, sampling_layout
+from .step import SAMPLERS, NewPages, NewTokens, sampling_layout
 
 UNKNOWN = -1
 """Stands in `tokens` where no token is known. Also what the batch wants there: the device has
@@ -37,7 +37,7 @@ PROCESSOR_FIELDS = ("presence", "frequency", "repetition", "repetition_inverse")
 """The processors that are one number per request, as they follow each other in the processor
 buffer.
 """
-MASKED = SAMPLERS.index("masked")
+MASKED, PROCESSED = SAMPLERS.index("masked"), SAMPLERS.index("processed")
 
 _PADDING = SamplingParams(temperature=0.0)
 NO_STOP = -1
@@ -45,6 +45,7 @@ NO_STOP = -1
 _STOP_COLUMNS = 4
 _NO_ENTRIES = np.zeros((4, 0), np.int32)
 _NO_PAGES = np.zeros(0, np.int64)
+_NO_TOKENS = np.zeros((4, 0), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,8 @@ class Group:
         self._sampling: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int32))
         self.batch: tuple[Descriptor, np.ndarray] | None = None
         """What the packer keeps of a batch of these rows."""
+        self.processors: tuple[object, np.ndarray] | None = None
+        """What the packer keeps of their processors, and what these were made for."""
 
     def __len__(self) -> int:
         """Number of requests."""
@@ -135,6 +138,23 @@ class Group:
         return int(self._table.level[self.rows[self.samples]].max(initial=0))
 
     @cached_property
+    def remembered(self) -> np.ndarray:
+        """The requests that have penalties, which need their histories."""
+        indices: np.ndarray = np.flatnonzero(self._table.penalised[self.rows])
+        return indices
+
+    @cached_property
+    def biased(self) -> np.ndarray:
+        """The requests that have a logit bias."""
+        indices: np.ndarray = np.flatnonzero(self._table.biased[self.rows])
+        return indices
+
+    @cached_property
+    def has_matcher(self) -> bool:
+        """Whether the masks of a request change with its tokens."""
+        return any(request.matcher is not None for request in self.requests)
+
+    @cached_property
     def logprobs(self) -> bool:
         """Whether a request that samples wants log-probabilities."""
         return bool(self._table.logprobs[self.rows[self.samples]].any())
@@ -163,8 +183,8 @@ class ScheduledStep:
     may change them.
 
     `num_releases` is the request table's when the step was made: while that stays, so do all
-    tenants. `new_pages` are the entries that page tables got for this step. Of a `loop`, all else
-    says what its first step does.
+    tenants. `new_pages` are the entries that page tables got for this step, `new_tokens` what
+    histories got if its sampler reads them. Of a `loop`, all else says what its first step does.
     """
 
     descriptor: Descriptor
@@ -177,6 +197,7 @@ class ScheduledStep:
     """Every request is a decode: one token each, and each samples."""
     num_releases: int
     new_pages: NewPages
+    new_tokens: NewTokens | None = None
     loop: Loop | None = None
 
     @property
@@ -241,6 +262,9 @@ class RequestTable:
     stop_ids    [row, any] int32  -1 where there is none
     level       [row]  index in SAMPLERS of the first program that serves the request, min_tokens
                        aside
+    sent        [row]  tokens of the history that steps have brought to the device (0: none yet)
+    penalised, biased, restricted [row] bool  whether there are penalties, a logit bias, or tokens
+                                              that are not allowed
     logprobs, prompt_logprobs [row] bool  whether they are wanted
     alone       [row] bool  the host need not look between two tokens: no stop strings,
                             log-probabilities, processors
@@ -267,6 +291,8 @@ class RequestTable:
         self.num_pages, self.dropped = np.zeros((2, len(groups), max_rows), np.int64)
         self.epoch, self.level = _columns(2, max_rows)
         self.logprobs, self.prompt_logprobs, self.alone = np.zeros((3, max_rows), np.bool_)
+        self.penalised, self.biased, self.restricted = np.zeros((3, max_rows), np.bool_)
+        (self.sent,) = _columns(1, max_rows)
         self.stop_ids = np.full((max_rows, _STOP_COLUMNS), NO_STOP, np.int32)
         self.sampling = np.zeros((len(SAMPLING_FIELDS), max_rows + 1), np.int32)
         self.processors = np.zeros((len(PROCESSOR_FIELDS), max_rows + 1), np.int32)
@@ -285,6 +311,7 @@ class RequestTable:
         self._appended: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._tenants: list[int] = []
         self._no_pages = NewPages(0, *_NO_ENTRIES)
+        self._no_tokens = NewTokens(0, *_NO_TOKENS)
         self._encode(max_rows, _PADDING, 0)
 
     @property
@@ -324,13 +351,17 @@ class RequestTable:
         self._encode(row, params, request.seed)
         self.level[row] = SAMPLERS.index(sampler_of(params))
         self.alone[row] = not params.stop and params.logprobs is None and self.level[row] < MASKED
+        self.sent[row] = 0
+        self.penalised[row] = (self.processors[:, row] != self.processors[:, -1]).any()
+        self.biased[row] = bool(params.logit_bias)
         if params.logit_bias:
             self.biases[row] = encode_bias(params)
-        if (
+        self.restricted[row] = (
             params.allowed_token_ids is not None
-            or params.banned_token_ids
+            or bool(params.banned_token_ids)
             or request.matcher is not None
-        ):
+        )
+        if self.restricted[row]:
             self.masks[row] = None
         self.requests[row], self.registered[row] = request, 0
         self._tenants.append(row)
@@ -435,6 +466,30 @@ class RequestTable:
         self._appended.clear()
         self._no_pages = NewPages(new.start + len(pages), *_NO_ENTRIES)
         return new
+
+    def take_new_tokens(self, group: Group) -> NewTokens:
+        """The tokens that the histories of `group` got since this was last called for them, for the
+        step that is being built.
+        """
+        indices = group.remembered
+        rows = group.rows[indices]
+        firsts, ends = self.sent[rows], self.known[rows]
+        if not np.array_equal(firsts, ends):
+            grown = np.flatnonzero(firsts < ends)
+            indices, rows, firsts, ends = indices[grown], rows[grown], firsts[grown], ends[grown]
+            counts = ends - firsts
+            total = int(counts.sum())
+            # Where each token stands in `tokens_flat`.
+            places = rows * self.max_model_len + firsts
+            if total > len(rows):
+                before = np.cumsum(counts) - counts
+                places = (places - before).repeat(counts) + np.arange(total)
+            self.sent[rows] = ends
+            columns = (part.astype(np.int32) for part in (indices, firsts, ends))
+            new = NewTokens(self._no_tokens.start, *columns, self.tokens_flat.take(places))
+            self._no_tokens = NewTokens(new.start + total, *_NO_TOKENS)
+            return new
+        return self._no_tokens
 
     def pages_of(self, row: int) -> list[int]:
         """The pages of `row` in order, one group's behind another's, as a new list."""

@@ -38,7 +38,7 @@ from .kv_manager import KVManager
 from .page_groups import longest
 from .prefix_cache import PrefixCache
 from .request import FinishReason, Request, RequestState, WaitingQueue
-from .request_table import Group, Loop, RequestTable, ScheduledStep, StepEvents
+from .request_table import PROCESSED, Group, Loop, RequestTable, ScheduledStep, StepEvents
 from .scheduler_config import SchedulerConfig
 from .step_results import count_iterations, count_taken, find_finished, flatten
 
@@ -554,6 +554,7 @@ class Scheduler:
             decode_only=chunks is None,
             num_releases=self.table.num_releases,
             new_pages=self.table.take_new_pages(),
+            new_tokens=self.table.take_new_tokens(group) if group.level == PROCESSED else None,
             loop=loop,
         )
 

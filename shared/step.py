@@ -8,7 +8,7 @@ scratch for padding).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -153,10 +153,10 @@ def sampling_layout(requests: int) -> Layout:
 
 @cache
 def processor_layout(requests: int, shape: StepShape, sampler: Sampler = "processed") -> Layout:
-    """What only the samplers `masked` and `processed` read. For `masked` H and B are 0.
+    """What only the samplers `masked` and `processed` read. For `masked` B is 0.
 
-    The last fields, TABLES, have entries only for requests that need one; a buffer on its way is
-    as short as that (`tables_of`).
+    Histories stay on the device: see `NewTokens`. The last fields, TABLES, have entries only for
+    requests that need one; a buffer on its way is as short as that (`tables_of`).
 
     prompt_len   [R]     tokens of the prompt at the start of the history
     rows         [R]     as in the batch
@@ -165,16 +165,14 @@ def processor_layout(requests: int, shape: StepShape, sampler: Sampler = "proces
     frequency    [R]     Q16 frequency penalty
     repetition   [R]     float32 repetition penalty, and its float32 reciprocal in
                          `repetition_inverse`
-    history_row  [R]     which of the histories is the request's; -1: it has no penalties
+    history_row  [R]     row of the device's histories; -1: it has no penalties
     bias_row     [R]     which of the biases; -1: none
     mask_row     [R]     which of the masks; -1: it may have any token
-    histories    [R, H]  tokens that were read back, H = max_model_len; unused entries -1
     bias_ids     [R, B]  token ids of the logit bias; -1 unused
     bias         [R, B]  Q16 bias
     masks        [R, W]  bit b of word w is 1 if token 32 w + b may be sampled, W = ceil(vocab / 32)
     """
-    whole = sampler == "processed"
-    length, slots = (shape.max_model_len, BIAS_SLOTS) if whole else (0, 0)
+    slots = BIAS_SLOTS if sampler == "processed" else 0
     return Layout(
         ("prompt_len", (requests,), int),
         ("rows", (requests,), int),
@@ -186,7 +184,6 @@ def processor_layout(requests: int, shape: StepShape, sampler: Sampler = "proces
         ("history_row", (requests,), int),
         ("bias_row", (requests,), int),
         ("mask_row", (requests,), int),
-        ("histories", (requests, length), int),
         ("bias_ids", (requests, slots), int),
         ("bias", (requests, slots), int),
         ("masks", (requests, mask_words(shape.vocab_size)), int),
@@ -194,7 +191,6 @@ def processor_layout(requests: int, shape: StepShape, sampler: Sampler = "proces
 
 
 TABLES = {
-    "histories": "history_row",
     "bias_ids": "bias_row",
     "bias": "bias_row",
     "masks": "mask_row",
@@ -209,7 +205,7 @@ def tables_of(layout: Layout, processors: np.ndarray) -> dict[str, np.ndarray]:
     all of them in a buffer of the layout's whole size.
     """
     whole = processors.size == layout.size
-    found, at = {}, layout.fields["histories"].offset
+    found, at = {}, layout.fields["bias_ids"].offset
     for name, row in TABLES.items():
         most, width = layout.fields[name].shape
         count = 0
@@ -224,7 +220,7 @@ def processors_for(layout: Layout, counts: Mapping[str, int]) -> np.ndarray:
     """A buffer with room for so many entries of each of TABLES, which are left open; -1 before
     them.
     """
-    head = layout.fields["histories"].offset
+    head = layout.fields["bias_ids"].offset
     size = sum(counts[name] * layout.fields[name].shape[1] for name in TABLES)
     buffer = np.empty(head + size, np.int32)
     buffer[:head] = -1
@@ -236,7 +232,7 @@ def with_all_entries(layout: Layout, processors: np.ndarray) -> np.ndarray:
     if processors.size == layout.size:
         return processors
     whole = np.full(layout.size, -1, np.int32)
-    head = layout.fields["histories"].offset
+    head = layout.fields["bias_ids"].offset
     whole[:head] = processors[:head]
     for name, entries in tables_of(layout, processors).items():
         layout.view(whole, name)[: len(entries)] = entries
@@ -287,6 +283,35 @@ class NewPages:
         return len(self.pages)
 
 
+def histories_shape(shape: StepShape, samplers: Collection[Sampler] = SAMPLERS) -> tuple[int, int]:
+    """[max_rows + 1, H] of the histories on a device: the tokens of each row that were read back,
+    H = max_model_len; -1 behind them. The last row is scratch. Of `samplers` only `processed` reads
+    them: without it H is 0.
+    """
+    return shape.max_rows + 1, shape.max_model_len if "processed" in samplers else 0
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """Tokens that the histories of a step got since a step last brought theirs: those of request
+    `indices[i]` stand at positions `firsts[i]` to `ends[i] - 1` of its row.
+
+    `indices`, `firsts` and `ends` are [k] int32, `tokens` [n] int32 those of all, one request's
+    behind another's. A history that begins at 0 is a new one: what else its row held is gone.
+    `start` is the number of tokens that all steps before brought, as in `NewPages`.
+    """
+
+    start: int
+    indices: np.ndarray
+    firsts: np.ndarray
+    ends: np.ndarray
+    tokens: np.ndarray
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class StepInput:
     """One step, padded to `descriptor`. The buffers are never written again after packing.
@@ -295,10 +320,12 @@ class StepInput:
     steps run once, in order. `page_table` [G R, P] int32 holds the pages of each request, one
     group's behind another's, unused entries 0: such a step can be run alone, again, and anywhere.
 
-    `processors` is there only for the samplers PROCESSING, `prompt_targets` ([T], the prompt token
-    that follows each position, -1 where there is none) only if a request of the step wants the
-    log-probabilities of its prompt. `loop` makes several steps of one; only a worker with
-    `multi_step` gets that.
+    `processors` is there only for the samplers PROCESSING; steps may share it. Histories, which
+    `processed` reads, come as the difference `new_tokens` or, with a page table, as `histories`
+    [k, H] int32 of the requests that have one, in order, -1 unused. `prompt_targets` ([T], the
+    prompt token that follows each position, -1 where there is none) is there only if a request of
+    the step wants the log-probabilities of its prompt. `loop` makes several steps of one; only a
+    worker with `multi_step` gets that.
 
     `waiting` [k] int64 are the requests whose masks depend on tokens that the step before samples
     (docs/adr/0011). `execute` runs the backbone of such a step alone, `Worker.sample` brings the
@@ -318,6 +345,8 @@ class StepInput:
     new_pages: NewPages | None = None
     page_table: np.ndarray | None = None
     waiting: np.ndarray | None = None
+    new_tokens: NewTokens | None = None
+    histories: np.ndarray | None = None
 
     def field(self, name: str) -> np.ndarray:
         """A numpy view of a field of the batch, or `page_table`.
@@ -394,6 +423,77 @@ class PageEntries:
         places = in_groups[:, :, None] * self._width + np.arange(used)
         tables = step.field("page_table").reshape(self._num_groups, -1, self._width)
         return places.reshape(-1), tables[:, :count, :used].reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryChanges:
+    """What a worker writes into its histories before the sampler of a step reads them.
+
+    Request `indices[i]` got one token, `tokens[i]` at `columns[i]` of its row: all [n] int32.
+    `spans` are the others, as (row, column of the first, tokens); behind each stands nothing.
+    """
+
+    indices: np.ndarray
+    columns: np.ndarray
+    tokens: np.ndarray
+    spans: Sequence[tuple[int, int, np.ndarray]] = ()
+
+
+class HistoryEntries:
+    """Says what a worker writes into its histories. All steps that bring some pass here, in
+    order.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def take(self, step: StepInput) -> HistoryChanges:
+        """The changes of `step`, whose sampler is `processed`.
+
+        Raises InternalError if a step between was lost, or `step` came before, or it has none.
+        """
+        if step.histories is not None:
+            return self._all_of(step, step.histories)
+        new = step.new_tokens
+        if new is None:
+            raise InternalError(f"step {step.step_id} has neither new tokens nor histories")
+        if new.start not in (self._count, 0):
+            raise InternalError(
+                f"step {step.step_id}: its new tokens follow {new.start} of histories, "
+                f"{self._count} came: a step was lost or came twice"
+            )
+        self._count = new.start + len(new.tokens)
+        if len(new.tokens) == len(new.indices) and new.firsts.all():
+            return HistoryChanges(new.indices, new.firsts, new.tokens)
+        counts = new.ends - new.firsts
+        stops = np.cumsum(counts)
+        single = (counts == 1) & (new.firsts > 0)
+        rows = step.field("rows")
+        spans = []
+        for i in np.flatnonzero(~single).tolist():
+            tokens = new.tokens[stops[i] - counts[i] : stops[i]]
+            spans.append((int(rows[new.indices[i]]), int(new.firsts[i]), tokens))
+        ones = new.tokens[stops[single] - 1]
+        return HistoryChanges(new.indices[single], new.firsts[single], ones, spans)
+
+    def _all_of(self, step: StepInput, histories: np.ndarray) -> HistoryChanges:
+        spans = [
+            (row, 0, history[history >= 0])
+            for row, history in zip(history_rows(step), histories, strict=True)
+        ]
+        return HistoryChanges(*_NOTHING, spans)
+
+
+def history_rows(step: StepInput) -> list[int]:
+    """The rows of the requests of a step that have a history, in order."""
+    if step.processors is None:
+        return []
+    layout = processor_layout(step.descriptor.requests, step.shape, step.sampler)
+    rows = layout.view(step.processors, "history_row")
+    return [row for row in rows.tolist() if row >= 0]
+
+
+_NOTHING = np.zeros((3, 0), np.int32)
 
 
 @dataclass(frozen=True, slots=True)

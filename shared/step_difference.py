@@ -17,6 +17,7 @@ from .request_table import padding_column
 from .step import (
     STOP_SLOTS,
     TABLES,
+    HistoryEntries,
     Layout,
     PageEntries,
     Sampler,
@@ -196,11 +197,53 @@ def _fill(
         layout.view(buffer, "new_parameters")[:, : len(rows)] = parameters[:, : len(rows)]
 
 
+class HistoryBuffers:
+    """Packs what each step sends for histories that stay on the device. Steps whose sampler is
+    `processed` pass here, in the order in which they run.
+    """
+
+    def __init__(self, shape: StepShape) -> None:
+        self._shape = shape
+        self._entries = HistoryEntries()
+
+    def pack(self, step: StepInput) -> tuple[list[np.ndarray], np.ndarray]:
+        """(buffers for the program `remember`, to be run first, as a rule none; what the sampler
+        gets: [2, S] the place and the id of the one token that a request's history got, -1: none).
+
+        Raises InternalError if a step was lost.
+        """
+        changes = self._entries.take(step)
+        size = sampler_size(step.descriptor.requests, self._shape.max_rows)
+        new_tokens = np.full((2, size), -1, np.int32)
+        new_tokens[0, changes.indices] = changes.columns
+        new_tokens[1, changes.indices] = changes.tokens
+        return [self._span(*span) for span in changes.spans], new_tokens
+
+    def _span(self, row: int, first: int, tokens: np.ndarray) -> np.ndarray:
+        layout = span_layout(self._shape)
+        buffer = layout.allocate()
+        place = slice(first, first + len(tokens))
+        layout.view(buffer, "span")[:] = row, place.start, place.stop
+        layout.view(buffer, "tokens")[place] = tokens
+        return buffer
+
+
+@cache
+def span_layout(shape: StepShape) -> Layout:
+    """What the program `remember` reads.
+
+    span    [3]  a row of the histories, and the places from and up to which it gets new tokens;
+                 those behind are unused then
+    tokens  [H]  at their places
+    """
+    return Layout(("span", (3,), int), ("tokens", (shape.max_model_len,), int))
+
+
 def wider_processors(
     buffer: np.ndarray, requests: int, size: int, shape: StepShape, sampler: Sampler
 ) -> np.ndarray:
-    """What a sampler with processors reads, with all entries of the tables, and for `size` rows
-    instead of `requests`; those behind have no processors.
+    """What a sampler with processors reads beside histories, with all entries of the tables, and
+    for `size` rows instead of `requests`; those behind have no processors.
     """
     given = processor_layout(requests, shape, sampler)
     buffer = with_all_entries(given, buffer)
@@ -209,7 +252,7 @@ def wider_processors(
     layout = processor_layout(size, shape, sampler)
     wider = layout.allocate()
     fields = layout.views(wider)
-    for name in ("histories", "bias_ids", "masks", *TABLES.values()):
+    for name in ("bias_ids", "masks", "history_row", *TABLES.values()):
         fields[name][requests:] = -1
     fields["rows"][requests:] = shape.max_rows
     for name, values in given.views(buffer).items():

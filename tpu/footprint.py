@@ -54,7 +54,7 @@ def memory_errors() -> Iterator[None]:
 class Footprint:
     """Bytes on each device.
 
-    arguments    weights, rotary tables, page tables, last tokens
+    arguments    weights, rotary tables, page tables, last tokens, histories
     temporaries  of the program that needs most
     results      hidden states and tokens of the steps in flight
     code         of all programs, each taken for as large as the largest of its kind
@@ -100,9 +100,10 @@ def measure(
         ):
             built[key] = chosen[key], program, report
     # Of a head that is not the embedding too, the compiler leaves a step's argument out: only
-    # samplers read it.
-    head = bytes_per_device({name: x for name, x in shapes.head.items() if name != "embed"})
-    return footprint(jobs, built, head - cache), built
+    # samplers read it, and histories.
+    head = {name: x for name, x in shapes.head.items() if name != "embed"}
+    besides = bytes_per_device((head, shapes.histories))
+    return footprint(jobs, built, besides - cache), built
 
 
 def footprint(jobs: Mapping[Any, Job], built: Built, besides: int) -> Footprint:

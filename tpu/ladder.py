@@ -27,8 +27,14 @@ from ..shared.models.config import ModelConfig
 from ..shared.models.placement import physical_config, place
 from ..shared.models.stages import any_replaced
 from ..shared.models.table import Parameter
-from ..shared.step import PROCESSING, SAMPLERS, processor_layout
-from ..shared.step_difference import PICKED, diff_layout, sampler_size, update_layout
+from ..shared.step import PROCESSING, SAMPLERS, histories_shape, processor_layout
+from ..shared.step_difference import (
+    PICKED,
+    diff_layout,
+    sampler_size,
+    span_layout,
+    update_layout,
+)
 from . import kv_buffer, programs
 from .binding import bind_on
 from .sharding import REPLICATED, in_rows, on, partition
@@ -62,6 +68,7 @@ class Shapes(NamedTuple):
     kv: Any
     state: Any
     last_tokens: Any
+    histories: Any
 
 
 def program_model(
@@ -145,6 +152,7 @@ def describe(
         kv_buffer.buffer(model, config, num_pages, jnp.dtype(config.kv_cache_dtype), mesh),
         State(*(array(x.shape, x.dtype) for x in state_shapes(step_shape(model, config)))),
         array((config.max_num_seqs + 1,), jnp.int32),
+        array(histories_shape(step_shape(model, config), config.demand.samplers), jnp.int32),
     )
 
 
@@ -183,7 +191,8 @@ def largest(work: Mapping[Any, Job]) -> dict[Any, Job]:
     loops = [("loop", variant) for variant in programs.LOOP_SAMPLERS if ("loop", variant) in last]
     samplers = [(variant,) for variant in SAMPLERS if (variant,) in last]
     lesser = {*loops[:-1], *samplers[:-1]}
-    return {key: work[key] for kind, key in last.items() if kind not in lesser and kind != "update"}
+    small = {"update", "remember"}
+    return {key: work[key] for kind, key in last.items() if kind not in lesser | small}
 
 
 def jobs(
@@ -200,6 +209,10 @@ def jobs(
     replicated = on(mesh)
     arguments = (shapes.state, _array(mesh, update_layout().size))
     found["update"] = Job("update", update, (0,), arguments, State(replicated, replicated))
+    if "processed" in model.demand.samplers:
+        remember = partial(programs.remember, model.shape)
+        arguments = (shapes.histories, _array(mesh, span_layout(model.shape).size))
+        found["remember"] = Job("remember", remember, (0,), arguments, replicated)
     for requests in sorted({sampler_size(d.requests, table.max_requests) for d in table}):
         found |= _sampler_jobs(model, requests, shapes, dtype, mesh)
     return found
@@ -217,7 +230,7 @@ def _backbone_jobs(
     asked for.
     """
     replicated, demand = on(mesh), model.demand
-    weights, _, tables, kv, state, last = shapes
+    weights, _, tables, kv, state, last, _ = shapes
     # last_tokens is read here and written by the sampler: only the cache and the state are donated.
     arguments = (weights, tables, kv, state, last, _array(mesh, diff_layout(d, model.shape).size))
     results = (
@@ -246,7 +259,7 @@ def _loop_jobs(model: programs.Model, d: Descriptor, shapes: Shapes, mesh: Mesh)
         _array(mesh, kind=jnp.bool_),
         _array(mesh, diff_layout(d, model.shape, True).size),
     )
-    weights, _, tables, kv, state, last = shapes
+    weights, _, tables, kv, state, last, _ = shapes
     arguments = (weights, tables, kv, state, last, halted, difference)
     streams = replicated if model.demand.streams else None
     results = (kv.format, State(replicated, replicated), *(replicated,) * 3, streams)
@@ -278,12 +291,16 @@ def _sampler_jobs(
             rows,
             picked,
         )
+        donated, results = (1,), (replicated, replicated)
         if variant in PROCESSING:
             layout = processor_layout(requests, model.shape, variant)
             arguments += (_array(mesh, layout.size),)
+        if variant == "processed":
+            donated, results = (1, len(arguments)), (*results, replicated)
+            arguments += (shapes.histories, _array(mesh, 2, requests))
         sampler = partial(programs.sampler, model, variant, requests)
         found[variant, requests] = Job(
-            f"sample_{variant}_{requests}", sampler, (1,), arguments, (replicated, replicated)
+            f"sample_{variant}_{requests}", sampler, donated, arguments, results
         )
     if demand.logprobs or demand.prompt_logprobs:
         arguments = (shapes.head, rows, _array(mesh, requests))

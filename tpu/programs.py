@@ -20,8 +20,8 @@ from ..shared.models.blocks import Block
 from ..shared.models.caches import CacheLayout
 from ..shared.models.config import ModelConfig
 from ..shared.models.sampler import known_processors, sample
-from ..shared.step import PROCESSING, Sampler, StepShape, processor_layout
-from ..shared.step_difference import PICKED, diff_layout, sampler_size
+from ..shared.step import PROCESSING, Sampler, StepShape, histories_shape, processor_layout
+from ..shared.step_difference import PICKED, diff_layout, sampler_size, span_layout
 from .layers import ScannedPass, blocks_of
 from .state import State, sampling_fields, updated
 
@@ -192,9 +192,12 @@ def sampler(
     hidden: jax.Array,
     picked: Mapping[str, jax.Array],
     processors: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    histories: jax.Array | None = None,
+    new_tokens: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
     """(last_tokens, tokens [S]) for finished hidden states [S dim] of the rows `picked`;
-    `parameters` of all rows.
+    `parameters` of all rows. Where there are `histories`, they get `new_tokens` [2, S] (see
+    `HistoryBuffers`) and come third.
 
     A token of -1 (a logit is not finite) stands as token 0 in `last_tokens`: the next step may have
     started before the host ends such a request.
@@ -206,9 +209,33 @@ def sampler(
     if processors is not None:
         layout = processor_layout(requests, model.shape, variant)
         fields = layout.unpack(processors, bits_to_float)
+        if histories is None or new_tokens is None:
+            kept = jnp.zeros(histories_shape(model.shape, (variant,)), jnp.int32)
+        else:
+            kept = histories = _longer(histories, fields["history_row"], *new_tokens)
+        fields["histories"] = kept
         arguments = known_processors(jnp.where, fields, last_tokens)
     tokens = sample(ops, variant, logits, f, arguments)
-    return last_tokens.at[picked["sample_rows"]].set(jnp.maximum(tokens, 0)), tokens
+    last_tokens = last_tokens.at[picked["sample_rows"]].set(jnp.maximum(tokens, 0))
+    return (last_tokens, tokens) if histories is None else (last_tokens, tokens, histories)
+
+
+def _longer(
+    histories: jax.Array, rows: jax.Array, columns: jax.Array, tokens: jax.Array
+) -> jax.Array:
+    """The histories with `tokens` [S] at `columns` of `rows`; of -1 nothing comes."""
+    beyond = histories.shape[0]
+    rows = jnp.where((rows >= 0) & (columns >= 0), rows, beyond)
+    return histories.at[rows, columns].set(tokens, mode="drop")
+
+
+def remember(shape: StepShape, histories: jax.Array, buffer: jax.Array) -> jax.Array:
+    """The program `remember`: the histories with what a buffer of `span_layout` says."""
+    f = span_layout(shape).unpack(buffer, bits_to_float)
+    row, first, last = f["span"]
+    place = jnp.arange(shape.max_model_len, dtype=jnp.int32)
+    new = jnp.where(place < last, f["tokens"], -1)
+    return histories.at[row].set(jnp.where(place < first, histories[row], new))
 
 
 def loop(

@@ -34,7 +34,12 @@ from ..shared.step import (
     TopLogprobs,
     with_masks,
 )
-from ..shared.step_difference import StepBuffers, sampler_size, wider_processors
+from ..shared.step_difference import (
+    HistoryBuffers,
+    StepBuffers,
+    sampler_size,
+    wider_processors,
+)
 from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Worker, step_temporaries
 from . import compilation, executables, footprint, hosts
 from .compilation_cache import use_cache
@@ -137,6 +142,7 @@ class JaxWorker:
         self._built: footprint.Built = {}
         self._is_ready = False
         self._unsampled: tuple[Handle, jax.Array, Any] | None = None
+        self._shared: tuple[np.ndarray | None, Any] = None, None
         self._num_late = 0
         self._weights: dict[str, Any] = {}
         self._head: dict[str, Any] = {}
@@ -208,6 +214,9 @@ class JaxWorker:
         self._num_pages = num_pages
         self._buffers = StepBuffers(self._model.shape)
         self._state = State(*map(self._put, initial_state(self._model.shape)))
+        self._history_buffers = HistoryBuffers(self._model.shape)
+        histories = self._shapes.histories
+        self._histories = self._put(np.zeros(histories.shape, histories.dtype))
         self._halted = self._put(np.zeros((), np.bool_))
         kv = self._shapes.kv
         self._kv = jax.jit(lambda: jnp.zeros(kv.shape, kv.dtype), out_shardings=kv.format)()
@@ -304,14 +313,32 @@ class JaxWorker:
             rows,
             picked,
         )
-        shape, size = self._model.shape, sampler_size(d.requests, self._model.shape.max_rows)
+        size = sampler_size(d.requests, self._model.shape.max_rows)
         if processors is not None:
-            arguments += (wider_processors(processors, d.requests, size, shape, step.sampler),)
-        self._last_tokens, tokens = self._program((self._sampler(step), size))(*arguments)
+            arguments += (self._wider(step, processors, size),)
+        program = self._program((self._sampler(step), size))
+        if step.sampler == "processed":
+            spans, new_tokens = self._history_buffers.pack(step)
+            for span in spans:
+                self._histories = self._program("remember")(self._histories, span)
+            arguments += (self._histories, new_tokens)
+            self._last_tokens, tokens, self._histories = program(*arguments)
+        else:
+            self._last_tokens, tokens = program(*arguments)
         tokens.copy_to_host_async()
         if step.logprobs:
             handle.top = self._program(("logprobs", size))(self._head, rows, tokens)
         handle.tokens = tokens
+
+    def _wider(self, step: StepInput, processors: np.ndarray, size: int) -> Any:
+        """The processors for a sampler of `size` rows. What steps share stays on the devices."""
+        if processors is not self._shared[0]:
+            requests, shape = step.descriptor.requests, self._model.shape
+            wider = wider_processors(processors, requests, size, shape, step.sampler)
+            if processors.flags.writeable:
+                return wider
+            self._shared = processors, self._put(wider)
+        return self._shared[1]
 
     def _sampler(self, step: StepInput) -> Sampler:
         """What the step is sampled with: what it asks for, or what stands in for it."""
@@ -432,4 +459,5 @@ class JaxWorker:
         self._programs.clear()
         self._weights = self._head = {}
         self._kv = self._state = self._last_tokens = self._halted = None  # type: ignore[assignment]  # closed for good
-        self._tables = None  # type: ignore[assignment]
+        self._tables = self._histories = None  # type: ignore[assignment]
+        self._shared = None, None

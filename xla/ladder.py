@@ -11,7 +11,13 @@ import torch
 
 from ..bucketing import Descriptor, Table
 from ..shared.step import PROCESSING, Sampler, processor_layout
-from ..shared.step_difference import PICKED, diff_layout, sampler_size, update_layout
+from ..shared.step_difference import (
+    PICKED,
+    diff_layout,
+    sampler_size,
+    span_layout,
+    update_layout,
+)
 from . import programs
 from .programs import Held, Setting, State
 from .traced import Program, trace
@@ -19,13 +25,14 @@ from .traced import Program, trace
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What programs give back changed: the buffers of the cache, the tables of requests, and the
-    last token of each row.
+    """What programs give back changed: the buffers of the cache, the tables of requests, the last
+    token of each row, and histories.
     """
 
     kv: list[torch.Tensor]
     state: State
     last_tokens: torch.Tensor
+    histories: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,14 @@ def jobs(setting: Setting, table: Table, held: Held, kept: Kept, fresh: Fresh) -
         lambda: (kept.state, fresh.ints(update_layout().size)),
         (0,),
     )
+    if "processed" in setting.demand.samplers:
+        found["remember"] = Job(
+            "remember",
+            partial(programs.remember, setting.shape),
+            None,
+            lambda: (kept.histories, fresh.ints(span_layout(setting.shape).size)),
+            (0,),
+        )
     for requests in sorted({sampler_size(d.requests, table.max_requests) for d in table}):
         found |= _samplers(setting, requests, held, kept, fresh)
     return found
@@ -110,10 +125,18 @@ def _samplers(
 
     def given(variant: Sampler) -> tuple[Any, ...]:
         picked = {name: fresh.ints(requests) for name in PICKED}
-        rows = kept.last_tokens, kept.state.parameters, fresh.hidden(requests), picked
+        rows: tuple[Any, ...] = (
+            kept.last_tokens,
+            kept.state.parameters,
+            fresh.hidden(requests),
+            picked,
+        )
         if variant not in PROCESSING:
             return rows
-        return *rows, fresh.ints(processor_layout(requests, setting.shape, variant).size)
+        rows += (fresh.ints(processor_layout(requests, setting.shape, variant).size),)
+        if variant == "masked":
+            return rows
+        return *rows, kept.histories, fresh.ints(2, requests)
 
     found: dict[Any, Job] = {}
     for variant in setting.demand.samplers:
@@ -122,7 +145,7 @@ def _samplers(
             partial(programs.sampler, setting, variant, requests),
             held,
             partial(given, variant),
-            (0,),
+            (0, 5) if variant == "processed" else (0,),
         )
     if setting.demand.logprobs or setting.demand.prompt_logprobs:
         found["logprobs", requests] = Job(

@@ -19,12 +19,13 @@ from ..shared.models.blocks import Block
 from ..shared.models.caches import CacheLayout
 from ..shared.models.sampler import known_processors, sample
 from ..shared.models.spec import Model
-from ..shared.step import Sampler, StepShape, processor_layout
+from ..shared.step import Sampler, StepShape, histories_shape, processor_layout
 from ..shared.step_difference import (
     PARAMETERS,
     PICKED,
     diff_layout,
     sampler_size,
+    span_layout,
     update_layout,
 )
 
@@ -211,9 +212,12 @@ def sampler(
     hidden: torch.Tensor,
     picked: Mapping[str, torch.Tensor],
     processors: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    histories: torch.Tensor | None = None,
+    new_tokens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
     """(last_tokens, tokens [S]) for finished hidden states [S dim] of the rows `picked`;
-    `parameters` of all rows.
+    `parameters` of all rows. Where there are `histories`, they get `new_tokens` [2, S] (see
+    `HistoryBuffers`) and come third.
 
     A token of -1 (a logit is not finite) stands as token 0 in `last_tokens`: the next step may have
     started before the host ends such a request.
@@ -225,10 +229,40 @@ def sampler(
     known = None
     if processors is not None:
         fields = processor_layout(requests, setting.shape, variant).unpack(processors, as_float)
+        if histories is None or new_tokens is None:
+            shape = histories_shape(setting.shape, (variant,))
+            kept = torch.zeros(shape, dtype=torch.int32, device=processors.device)
+        else:
+            kept = histories = _longer(histories, fields["history_row"], new_tokens)
+        fields["histories"] = kept
         known = known_processors(torch.where, fields, last_tokens)
     tokens = sample(ops, variant, head(setting, held, hidden), f, known)
     where = picked["sample_rows"].to(torch.int64)
-    return last_tokens.index_copy(0, where, tokens.clamp(min=0)), tokens
+    last_tokens = last_tokens.index_copy(0, where, tokens.clamp(min=0))
+    return (last_tokens, tokens) if histories is None else (last_tokens, tokens, histories)
+
+
+def _longer(histories: torch.Tensor, rows: torch.Tensor, new_tokens: torch.Tensor) -> torch.Tensor:
+    """The histories with the tokens new_tokens[1] [S] at the columns new_tokens[0] of `rows`; of -1
+    nothing comes.
+    """
+    scratch, length = histories.shape[0] - 1, histories.shape[1]
+    is_new = (rows >= 0) & (new_tokens[0] >= 0)
+    row = torch.where(is_new, rows, scratch).to(torch.int64)
+    place = row * length + new_tokens[0].clamp(min=0)
+    return histories.reshape(-1).index_copy(0, place, new_tokens[1]).reshape(histories.shape)
+
+
+def remember(
+    shape: StepShape, held: None, histories: torch.Tensor, buffer: torch.Tensor
+) -> torch.Tensor:
+    """The program `remember`: the histories with what a buffer of `span_layout` says."""
+    f = span_layout(shape).unpack(buffer, as_float)
+    row, first, last = f["span"][0:1], f["span"][1:2], f["span"][2:3]
+    place = torch.arange(shape.max_model_len, dtype=torch.int32, device=buffer.device)[None]
+    new = torch.where(place < last, f["tokens"][None], -1)
+    new = torch.where(place < first, _at(histories, row), new)
+    return histories.index_copy(0, row.to(torch.int64), new)
 
 
 def head(setting: Setting, held: Held, rows: torch.Tensor) -> torch.Tensor:

@@ -32,9 +32,11 @@ from ..shared.step import (
     StepInput,
     StepOutput,
     TopLogprobs,
+    histories_shape,
     with_masks,
 )
 from ..shared.step_difference import (
+    HistoryBuffers,
     StepBuffers,
     initial_tables,
     sampler_size,
@@ -165,11 +167,15 @@ class XlaWorker:
         ]
         self._state = State(*map(self._put, initial_tables(shape)))
         self._buffers = StepBuffers(shape)
+        self._history_buffers = HistoryBuffers(shape)
+        self._histories = self._put(
+            np.zeros(histories_shape(shape, self._setting.demand.samplers), np.int32)
+        )
 
     def warm_up(self, table: Table, progress: Progress) -> list[ProgramReport]:
         """Trace and compile every program, and run each once on padding."""
         reports: list[ProgramReport] = []
-        kept = Kept(self._kv, self._state, self._last_tokens)
+        kept = Kept(self._kv, self._state, self._last_tokens, self._histories)
         fresh = Fresh(self._where, self._loaded.hidden_size, self._dtype)
         todo = jobs(self._setting, table, self._held, kept, fresh)
         for done, (key, job) in enumerate(todo.items()):
@@ -243,9 +249,19 @@ class XlaWorker:
         arguments: tuple[Any, ...] = self._last_tokens, self._state.parameters, rows, picked
         if processors is not None:
             wider = wider_processors(processors, d.requests, size, shape, step.sampler)
-            arguments += (torch.from_numpy(wider),)
+            # Steps may share what nobody may write to, which torch does not take.
+            arguments += (torch.from_numpy(wider if wider.flags.writeable else wider.copy()),)
         variant = self._setting.demand.sampler_for(step.sampler) or step.sampler
-        self._last_tokens, tokens = self._program((variant, size))(*arguments)
+        program = self._program((variant, size))
+        if step.sampler == "processed":
+            spans, new_tokens = self._history_buffers.pack(step)
+            for span in spans:
+                remember = self._program("remember")
+                self._histories = remember(self._histories, torch.from_numpy(span))
+            arguments += self._histories, torch.from_numpy(new_tokens)
+            self._last_tokens, tokens, self._histories = program(*arguments)
+        else:
+            self._last_tokens, tokens = program(*arguments)
         if step.logprobs:
             handle.top = self._program(("logprobs", size))(rows, tokens)
         handle.tokens = tokens

@@ -16,6 +16,7 @@ from ...shared.step import (
     StepInput,
     StepShape,
     batch_layout,
+    histories_shape,
     processor_layout,
     sampling_layout,
     with_all_entries,
@@ -61,8 +62,22 @@ def to_json(recorded: Recorded) -> dict[str, Any]:
 
 
 def _processors(step: StepInput, buffer: np.ndarray) -> dict[str, Any]:
+    """With all entries of the tables. The histories [R, H] stand among them: an entry for each
+    request that has one, `history_row` says which.
+    """
     layout = processor_layout(step.descriptor.requests, step.shape, step.sampler)
-    return _lists(layout, with_all_entries(layout, buffer))
+    fields_ = _lists(layout, with_all_entries(layout, buffer))
+    histories = np.full((step.descriptor.requests, _history_length(step)), -1, np.int32)
+    entries = np.full(step.descriptor.requests, -1, np.int32)
+    if step.histories is not None:
+        histories[: len(step.histories)] = step.histories
+        remembers = layout.view(buffer, "history_row") >= 0
+        entries[remembers] = np.arange(len(step.histories))
+    return fields_ | {"history_row": entries.tolist(), "histories": histories.ravel().tolist()}
+
+
+def _history_length(step: StepInput) -> int:
+    return histories_shape(step.shape, (step.sampler,))[1]
 
 
 def _lists(layout: Layout, buffer: np.ndarray) -> dict[str, Any]:
@@ -106,16 +121,15 @@ def from_json(line: Mapping[str, Any], where: str, subject: Subject) -> Recorded
     sampling = _buffer(
         sampling_layout(descriptor.requests), line.get("sampling"), f"{where}: sampling"
     )
-    processors, targets = line.get("processors"), line.get("prompt_targets")
-    if processors is not None:
-        layout = processor_layout(descriptor.requests, shape, sampler)
-        processors = _buffer(layout, processors, f"{where}: processors")
+    targets = line.get("prompt_targets")
     if targets is not None:
         targets = _integers(targets, descriptor.tokens, f"{where}: prompt_targets")
     step = StepInput(
-        int(line.get("step_id", 0)), descriptor, shape, sampler, batch, sampling, processors,
-        bool(line.get("logprobs")), targets, page_table=page_table,
+        int(line.get("step_id", 0)), descriptor, shape, sampler, batch, sampling,
+        logprobs=bool(line.get("logprobs")), prompt_targets=targets, page_table=page_table,
     )  # fmt: skip
+    if line.get("processors") is not None:
+        step = _with_processors(step, line["processors"], f"{where}: processors")
     _check_ranges(step, subject, where)
     taps = line.get("taps", {})
     if not isinstance(taps, dict) or not all(isinstance(entry, list) for entry in taps.values()):
@@ -152,6 +166,31 @@ def _batch(
     page_table = _integers(fields_.pop("page_table", None), size, f"{where}: page_table")
     buffer = _buffer(batch_layout(descriptor, shape), fields_, where)
     return buffer, page_table.reshape(rows, shape.pages_per_request)
+
+
+def _with_processors(step: StepInput, value: Any, where: str) -> StepInput:
+    """The step with what `_processors` made of its processors."""
+    requests, length = step.descriptor.requests, _history_length(step)
+    if requests * length > MAX_BUFFER:
+        raise NotComparable(
+            f"{where}: histories have {requests * length} numbers, allowed are {MAX_BUFFER}"
+        )
+    fields_ = dict(value) if isinstance(value, dict) else {}
+    kept = _integers(fields_.pop("histories", None), requests * length, f"{where}: histories")
+    layout = processor_layout(requests, step.shape, step.sampler)
+    buffer = _buffer(layout, fields_, where)
+    entries = layout.view(buffer, "history_row")
+    if entries.min() < -1 or entries.max() >= requests:
+        raise NotComparable(f"{where}: history_row must be -1 to {requests - 1}")
+    remembers = np.flatnonzero(entries >= 0)
+    histories = kept.reshape(requests, length)[entries[remembers]]
+    rows = layout.view(buffer, "rows")[remembers]
+    if ((rows < 0) | (rows >= step.shape.max_rows)).any():
+        raise NotComparable(f"{where}: rows with a history must be 0 to {step.shape.max_rows - 1}")
+    entries[remembers] = rows
+    if not length:
+        return replace(step, processors=buffer)
+    return replace(step, processors=buffer, histories=histories)
 
 
 def _buffer(layout: Layout, value: Any, where: str) -> np.ndarray:

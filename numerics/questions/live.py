@@ -20,8 +20,8 @@ import numpy as np
 
 from ...shared.config import EngineConfig
 from ...shared.errors import ConfigError
-from ...shared.packer import page_table_of
-from ...shared.step import StepInput, StepOutput, batch_layout
+from ...shared.packer import histories_of, page_table_of
+from ...shared.step import StepInput, StepOutput, batch_layout, history_rows
 from ..bundles.bundle import Bundle, write
 from ..bundles.capturing import LOGPROBS, keep_layers
 from ..bundles.steps import Recorded, filled, renumbered, used_pages
@@ -193,8 +193,8 @@ class Camera:
             self._last[row] = token
 
     def _known(self, step: StepInput) -> StepInput:
-        """The step with the tokens that only the device has, and with its page table: waits for
-        the steps before.
+        """The step with the tokens that only the device has, and with its page table and its
+        histories: waits for the steps before.
         """
         while self._open:
             self._read(self._open.popleft())
@@ -202,11 +202,14 @@ class Camera:
         views = batch_layout(step.descriptor, step.shape).views(batch)
         for i in np.flatnonzero(views["token_ids"] < 0).tolist():
             views["token_ids"][i] = self._last[int(views["rows"][i])]
-        rows = views["rows"][: int(views["counts"][1])]
-        pages = page_table_of(
-            rows, step.descriptor.requests, self._engine.scheduler.table, step.shape
-        )
-        return replace(step, batch=batch, new_pages=None, page_table=pages)
+        rows, table = views["rows"][: int(views["counts"][1])], self._engine.scheduler.table
+        pages = page_table_of(rows, step.descriptor.requests, table, step.shape)
+        remembered = history_rows(step)
+        histories = histories_of(np.array(remembered), table) if remembered else None
+        return replace(
+            step, batch=batch, new_pages=None, page_table=pages, new_tokens=None,
+            histories=histories,
+        )  # fmt: skip
 
     def _bundle(
         self, step: StepInput, pages: np.ndarray, before: np.ndarray, after: np.ndarray,

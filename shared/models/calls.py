@@ -23,7 +23,14 @@ from ...ops.plan import plan_layers
 from ...ops.recording import OUTSIDE, Call
 from ...ops.shapes import recording_ops
 from ..config import ResolvedConfig
-from ..step import SAMPLERS, Layout, StepShape, processor_layout, sampling_layout
+from ..step import (
+    SAMPLERS,
+    Layout,
+    StepShape,
+    histories_shape,
+    processor_layout,
+    sampling_layout,
+)
 from . import decoder
 from .blocks import Block
 from .caches import CacheLayout, layout_of_shard
@@ -251,8 +258,9 @@ def record_samplers(
         for variant in SAMPLERS:
             fields = _fields(processor_layout(share, step, variant))
             names = (*OF_THE_OP, "bias_ids", "bias")
+            history = without_data(histories_shape(step, (variant,)), "int32")
             known = {name: fields[name] for name in names} | {
-                "history": fields["histories"], "last": fields["rows"], "mask": fields["masks"]
+                "history": history, "last": fields["rows"], "mask": fields["masks"]
             }  # fmt: skip
             sample(ops, variant, of_rows[:share], settings, known)
         ops.top_logprobs(of_rows, without_data((requests,), "int32"))

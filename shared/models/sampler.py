@@ -45,7 +45,7 @@ def sample(
 def known_processors(
     where: Callable[[Array, Array, Array], Array], fields: Mapping[str, Array], last_tokens: Array
 ) -> dict[str, Array]:
-    """The arguments of the op `penalties` from the fields of `processor_layout`.
+    """The arguments of the op `penalties` from the fields of `processor_layout` and `histories`.
 
     A token of the history that only the device has is the last one of its row in `last_tokens`
     [rows + 1]. `where` is that of the framework.
