@@ -61,10 +61,12 @@ def make_fill(worker: str, table: Any, shape: Any) -> Callable[[Any], Any]:
         torch.set_num_threads(1)
         inputs = StepInputs(table, shape, one_group(), torch.device("cpu"))
 
+        fill_processors = make_processors_fill(inputs)
+
         def fill(step: Any) -> None:
             inputs.fill(step)
             if step.processors is not None:
-                fill_processors(inputs, step)
+                fill_processors(step)
 
         return fill
     try:
@@ -74,15 +76,47 @@ def make_fill(worker: str, table: Any, shape: Any) -> Callable[[Any], Any]:
 
     # Before steps were differences, a mirror of the tables made them.
     make = state.StepBuffers if hasattr(state, "StepBuffers") else state.Mirror
-    return make(shape).pack
+    buffers, of_sampler = make(shape), make_sampler_fill(state, shape)
+
+    def fill(step: Any) -> None:
+        buffers.pack(step)
+        if step.processors is not None:
+            of_sampler(step)
+
+    return fill
 
 
-def fill_processors(inputs: Any, step: Any) -> None:
-    """Also as it was when a buffer said all by itself."""
+def make_sampler_fill(state: Any, shape: Any) -> Callable[[Any], None]:
+    """What a JAX worker does with a step's processors; also before histories stayed on the
+    device.
+    """
+    if hasattr(state, "SamplerBuffers"):
+        buffers = state.SamplerBuffers(shape)
+
+        def fill(step: Any) -> None:
+            buffers.processors(step, step.processors)
+            if step.sampler == "processed":
+                buffers.histories(step)
+
+        return fill
+
+    def widen(step: Any) -> None:
+        requests = step.descriptor.requests
+        size = state.sampler_size(requests, shape.max_rows)
+        state.wider_processors(step.processors, requests, size, shape, step.sampler)
+
+    return widen
+
+
+def make_processors_fill(inputs: Any) -> Callable[[Any], None]:
+    """What a torch worker does with a step's processors; also when a buffer said all by itself."""
     if len(inspect.signature(inputs.fill_processors).parameters) == 1:
-        inputs.fill_processors(step.processors)
-    else:
+        return lambda step: inputs.fill_processors(step.processors)
+
+    def fill(step: Any) -> None:
         inputs.fill_processors(step.descriptor.requests, step.sampler, step.processors)
+
+    return fill
 
 
 def one_group() -> Any:

@@ -73,7 +73,7 @@ def pack(
         waiting = _waiting(step, table) if step.group.has_matcher else None
         processors = _processors(step, table, shape, SAMPLERS[level], waiting)
     if level == PROCESSED and with_page_table:
-        histories = histories_of(step.rows[step.group.remembered], table)
+        histories = histories_of(step.group.remembered[1], table)
     return StepInput(
         step_id=step_id,
         descriptor=step.descriptor,
@@ -268,7 +268,8 @@ def _new_processors(
     for row, which in needed.items():
         fields[row][which] = np.arange(len(which))
     if sampler == "processed":
-        fields["history_row"][group.remembered] = rows[group.remembered]
+        remembered, their_rows = group.remembered
+        fields["history_row"][remembered] = their_rows
     fields["prompt_len"][:], fields["pending"][:], fields["rows"][:] = 0, 0, table.max_rows
     fields["prompt_len"][: len(rows)] = table.prompt_len[rows]
     fields["pending"][: len(rows)] = pending

@@ -138,10 +138,10 @@ class Group:
         return int(self._table.level[self.rows[self.samples]].max(initial=0))
 
     @cached_property
-    def remembered(self) -> np.ndarray:
-        """The requests that have penalties, which need their histories."""
+    def remembered(self) -> tuple[np.ndarray, np.ndarray]:
+        """The requests that have penalties, which need their histories, and their rows."""
         indices: np.ndarray = np.flatnonzero(self._table.penalised[self.rows])
-        return indices
+        return indices, self.rows[indices]
 
     @cached_property
     def biased(self) -> np.ndarray:
@@ -311,7 +311,7 @@ class RequestTable:
         self._appended: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._tenants: list[int] = []
         self._no_pages = NewPages(0, *_NO_ENTRIES)
-        self._no_tokens = NewTokens(0, *_NO_TOKENS)
+        self._num_sent = 0
         self._encode(max_rows, _PADDING, 0)
 
     @property
@@ -471,25 +471,24 @@ class RequestTable:
         """The tokens that the histories of `group` got since this was last called for them, for the
         step that is being built.
         """
-        indices = group.remembered
-        rows = group.rows[indices]
+        indices, rows = group.remembered
         firsts, ends = self.sent[rows], self.known[rows]
-        if not np.array_equal(firsts, ends):
-            grown = np.flatnonzero(firsts < ends)
-            indices, rows, firsts, ends = indices[grown], rows[grown], firsts[grown], ends[grown]
-            counts = ends - firsts
-            total = int(counts.sum())
-            # Where each token stands in `tokens_flat`.
-            places = rows * self.max_model_len + firsts
-            if total > len(rows):
-                before = np.cumsum(counts) - counts
-                places = (places - before).repeat(counts) + np.arange(total)
-            self.sent[rows] = ends
-            columns = (part.astype(np.int32) for part in (indices, firsts, ends))
-            new = NewTokens(self._no_tokens.start, *columns, self.tokens_flat.take(places))
-            self._no_tokens = NewTokens(new.start + total, *_NO_TOKENS)
-            return new
-        return self._no_tokens
+        counts = ends - firsts
+        total, start = int(counts.sum()), self._num_sent
+        if not total:
+            return NewTokens(start, *_NO_TOKENS)
+        if not counts.all():
+            grown = counts.nonzero()[0]
+            indices, rows, firsts = indices[grown], rows[grown], firsts[grown]
+            ends, counts = ends[grown], counts[grown]
+        places = rows * self.max_model_len + firsts
+        if total > len(rows):
+            before = np.cumsum(counts) - counts
+            places = (places - before).repeat(counts) + np.arange(total)
+        self.sent[rows] = ends
+        self._num_sent += total
+        columns = (part.astype(np.int32) for part in (indices, firsts, ends))
+        return NewTokens(start, *columns, self.tokens_flat.take(places))
 
     def pages_of(self, row: int) -> list[int]:
         """The pages of `row` in order, one group's behind another's, as a new list."""

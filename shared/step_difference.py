@@ -197,18 +197,33 @@ def _fill(
         layout.view(buffer, "new_parameters")[:, : len(rows)] = parameters[:, : len(rows)]
 
 
-class HistoryBuffers:
-    """Packs what each step sends for histories that stay on the device. Steps whose sampler is
-    `processed` pass here, in the order in which they run.
+class SamplerBuffers:
+    """Packs what the samplers with processors get. Steps pass here in the order in which they
+    run.
     """
 
     def __init__(self, shape: StepShape) -> None:
         self._shape = shape
         self._entries = HistoryEntries()
+        self._shared: np.ndarray | None = None
+        self._wider = np.zeros(0, np.int32)
 
-    def pack(self, step: StepInput) -> tuple[list[np.ndarray], np.ndarray]:
-        """(buffers for the program `remember`, to be run first, as a rule none; what the sampler
-        gets: [2, S] the place and the id of the one token that a request's history got, -1: none).
+    def processors(self, step: StepInput, processors: np.ndarray) -> np.ndarray:
+        """`processors` of the step as its sampler reads them: see `wider_processors`. Of a buffer
+        that steps share, the same array for all of them.
+        """
+        if processors is not self._shared:
+            requests = step.descriptor.requests
+            size = sampler_size(requests, self._shape.max_rows)
+            self._wider = wider_processors(processors, requests, size, self._shape, step.sampler)
+            self._shared = None if processors.flags.writeable else processors
+        return self._wider
+
+    def histories(self, step: StepInput) -> tuple[list[np.ndarray], np.ndarray]:
+        """What a step whose sampler is `processed` sends for the histories on the device.
+
+        (Buffers for the program `remember`, to be run first, as a rule none; what the sampler gets:
+        [2, S] the place and the id of the one token that a request's history got, -1: none).
 
         Raises InternalError if a step was lost.
         """

@@ -197,7 +197,7 @@ def sampler(
 ) -> tuple[jax.Array, ...]:
     """(last_tokens, tokens [S]) for finished hidden states [S dim] of the rows `picked`;
     `parameters` of all rows. Where there are `histories`, they get `new_tokens` [2, S] (see
-    `HistoryBuffers`) and come third.
+    `SamplerBuffers`) and come third.
 
     A token of -1 (a logit is not finite) stands as token 0 in `last_tokens`: the next step may have
     started before the host ends such a request.

@@ -35,10 +35,9 @@ from ..shared.step import (
     with_masks,
 )
 from ..shared.step_difference import (
-    HistoryBuffers,
+    SamplerBuffers,
     StepBuffers,
     sampler_size,
-    wider_processors,
 )
 from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Worker, step_temporaries
 from . import compilation, executables, footprint, hosts
@@ -214,7 +213,7 @@ class JaxWorker:
         self._num_pages = num_pages
         self._buffers = StepBuffers(self._model.shape)
         self._state = State(*map(self._put, initial_state(self._model.shape)))
-        self._history_buffers = HistoryBuffers(self._model.shape)
+        self._sampler_buffers = SamplerBuffers(self._model.shape)
         histories = self._shapes.histories
         self._histories = self._put(np.zeros(histories.shape, histories.dtype))
         self._halted = self._put(np.zeros((), np.bool_))
@@ -315,10 +314,10 @@ class JaxWorker:
         )
         size = sampler_size(d.requests, self._model.shape.max_rows)
         if processors is not None:
-            arguments += (self._wider(step, processors, size),)
+            arguments += (self._of_sampler(step, processors),)
         program = self._program((self._sampler(step), size))
         if step.sampler == "processed":
-            spans, new_tokens = self._history_buffers.pack(step)
+            spans, new_tokens = self._sampler_buffers.histories(step)
             for span in spans:
                 self._histories = self._program("remember")(self._histories, span)
             arguments += (self._histories, new_tokens)
@@ -330,14 +329,13 @@ class JaxWorker:
             handle.top = self._program(("logprobs", size))(self._head, rows, tokens)
         handle.tokens = tokens
 
-    def _wider(self, step: StepInput, processors: np.ndarray, size: int) -> Any:
-        """The processors for a sampler of `size` rows. What steps share stays on the devices."""
-        if processors is not self._shared[0]:
-            requests, shape = step.descriptor.requests, self._model.shape
-            wider = wider_processors(processors, requests, size, shape, step.sampler)
-            if processors.flags.writeable:
-                return wider
-            self._shared = processors, self._put(wider)
+    def _of_sampler(self, step: StepInput, processors: np.ndarray) -> Any:
+        """The processors that the sampler gets. What steps share stays on the devices."""
+        wider = self._sampler_buffers.processors(step, processors)
+        if processors.flags.writeable:
+            return wider
+        if wider is not self._shared[0]:
+            self._shared = wider, self._put(wider)
         return self._shared[1]
 
     def _sampler(self, step: StepInput) -> Sampler:

@@ -36,11 +36,10 @@ from ..shared.step import (
     with_masks,
 )
 from ..shared.step_difference import (
-    HistoryBuffers,
+    SamplerBuffers,
     StepBuffers,
     initial_tables,
     sampler_size,
-    wider_processors,
 )
 from ..shared.worker import (
     HOST_MEMORY_FOR_KV,
@@ -167,7 +166,7 @@ class XlaWorker:
         ]
         self._state = State(*map(self._put, initial_tables(shape)))
         self._buffers = StepBuffers(shape)
-        self._history_buffers = HistoryBuffers(shape)
+        self._sampler_buffers = SamplerBuffers(shape)
         self._histories = self._put(
             np.zeros(histories_shape(shape, self._setting.demand.samplers), np.int32)
         )
@@ -248,13 +247,13 @@ class XlaWorker:
         size = sampler_size(d.requests, shape.max_rows)
         arguments: tuple[Any, ...] = self._last_tokens, self._state.parameters, rows, picked
         if processors is not None:
-            wider = wider_processors(processors, d.requests, size, shape, step.sampler)
+            wider = self._sampler_buffers.processors(step, processors)
             # Steps may share what nobody may write to, which torch does not take.
             arguments += (torch.from_numpy(wider if wider.flags.writeable else wider.copy()),)
         variant = self._setting.demand.sampler_for(step.sampler) or step.sampler
         program = self._program((variant, size))
         if step.sampler == "processed":
-            spans, new_tokens = self._history_buffers.pack(step)
+            spans, new_tokens = self._sampler_buffers.histories(step)
             for span in spans:
                 remember = self._program("remember")
                 self._histories = remember(self._histories, torch.from_numpy(span))

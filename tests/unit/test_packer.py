@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from twinfer.bucketing import Table, decode_ladder, mixed_ladder
+from twinfer.shared import packer
 from twinfer.shared.errors import InternalError
 from twinfer.shared.packer import pack
 from twinfer.shared.request import Request
@@ -33,6 +34,7 @@ from twinfer.shared.step import (
     SAMPLERS,
     TABLES,
     Sampler,
+    StepInput,
     StepShape,
     batch_layout,
     mask_words,
@@ -187,21 +189,16 @@ def slow_processors(step: ScheduledStep, sampler: Sampler) -> dict[str, list[Any
     """The processor buffer as lists."""
     processors: dict[str, list[Any]] = {name: [] for name in processor_layout(1, SHAPE).fields}
     masks: list[Any] = []
-    histories: list[Any] = []
     biases: list[Any] = []
     for i in range(step.descriptor.requests):
         request = step.requests[i] if i < len(step.requests) else None
         params = SamplingParams() if request is None else request.params
-        known = [] if request is None else known_tokens(request)
-        pending = request is not None and step.starts[i] == len(known)
+        pending = request is not None and step.starts[i] == len(known_tokens(request))
         processors["pending"].append(int(pending))
         for name, value in encode_processors(params).items():
             processors[name].append(value)
-        penalised = encode_processors(params) != encode_processors(SamplingParams())
-        remembers = penalised and sampler == "processed"
-        processors["history_row"].append(len(histories) if remembers else -1)
-        if remembers:
-            histories.append(known + [-1] * (MODEL_LEN - len(known)))
+        remembers = request is not None and has_history(request) and sampler == "processed"
+        processors["history_row"].append(request.row if request is not None and remembers else -1)
         processors["prompt_len"].append(0 if request is None else request.num_prompt_tokens)
         processors["rows"].append(ROWS if request is None else request.row)
         ids, values = encode_bias(params)
@@ -228,15 +225,43 @@ def slow_processors(step: ScheduledStep, sampler: Sampler) -> dict[str, list[Any
         processors["mask_row"].append(len(masks) if changed else -1)
         if changed:
             masks.append(mask)
-    length, slots = (MODEL_LEN, 304) if sampler == "processed" else (0, 0)
+    slots = 304 if sampler == "processed" else 0
     for name, entries, width in (
-        ("histories", histories, length),
         ("bias_ids", [ids for ids, _ in biases], slots),
         ("bias", [values for _, values in biases], slots),
         ("masks", masks, mask_words(VOCABULARY)),
     ):
         processors[name] = entries + [[-1] * width] * (step.descriptor.requests - len(entries))
     return processors
+
+
+def has_history(request: Request) -> bool:
+    return encode_processors(request.params) != encode_processors(SamplingParams())
+
+
+def slow_histories(step: ScheduledStep) -> list[list[int]]:
+    """The histories of the requests that have one."""
+    return [known_tokens(request) for request in step.requests if has_history(request)]
+
+
+def take_new_tokens(packed: StepInput, histories: list[list[int]]) -> None:
+    """What a device does with the difference of histories, which are one for each row. Only what is
+    new may come.
+    """
+    new = packed.new_tokens
+    assert new is not None
+    tokens, rows = new.tokens.tolist(), packed.field("rows").tolist()
+    for index, first, end in zip(
+        new.indices.tolist(), new.firsts.tolist(), new.ends.tolist(), strict=True
+    ):
+        history = histories[rows[index]]
+        assert first in (0, len(history)), "a history goes on elsewhere than at its end"
+        assert end > first, "a request is named that got no token"
+        history[first:] = tokens[: end - first]
+        del tokens[: end - first]
+    assert not tokens
+    dtypes = {x.dtype for x in (new.indices, new.firsts, new.ends, new.tokens)}
+    assert dtypes == {np.dtype(np.int32)}
 
 
 def slow_targets(step: ScheduledStep) -> list[int] | None:
@@ -254,10 +279,14 @@ def slow_targets(step: ScheduledStep) -> list[int] | None:
 
 
 def check(
-    turn: int, step: ScheduledStep, scheduler: Scheduler, tables: dict[int, dict[int, int]]
+    turn: int,
+    step: ScheduledStep,
+    scheduler: Scheduler,
+    tables: dict[int, dict[int, int]],
+    histories: list[list[int]],
 ) -> None:
     """Every field is the slow twin's, of the step with its page table too; `tables` are made of
-    new pages alone.
+    new pages alone, `histories` of new tokens.
     """
     packed = pack(step, scheduler.table, SHAPE, turn)
     alone = pack(step, scheduler.table, SHAPE, turn, with_page_table=True)
@@ -289,6 +318,15 @@ def check(
         for name, entries in tables_of(layout, packed.processors).items():
             needed = (given[TABLES[name]] >= 0).sum()
             assert len(entries) == needed, f"{name} that nobody needs travel"
+    assert alone.new_tokens is None
+    assert packed.histories is None
+    assert (alone.histories is None) == (packed.new_tokens is None)
+    if alone.histories is not None:
+        given = [[token for token in row if token >= 0] for row in alone.histories.tolist()]
+        assert given == slow_histories(step)
+        take_new_tokens(packed, histories)
+        kept = [histories[request.row] for request in step.requests if has_history(request)]
+        assert kept == given
     assert packed.logprobs == any(
         request.params.logprobs is not None and sampled
         for request, sampled in zip(step.requests, step.samples.tolist(), strict=True)
@@ -331,6 +369,7 @@ def test_random_steps_are_packed_as_by_the_slow_twin(seed: int, depth: int) -> N
     scheduler = make_scheduler(pipeline_depth=depth, num_pages=dice.choice([9, 40]))
     in_flight: deque[ScheduledStep] = deque()
     tables: dict[int, dict[int, int]] = {}
+    histories: list[list[int]] = [[] for _ in range(ROWS)]
     for turn in range(60):
         if dice.random() < 0.4 and turn < 40:
             stop_ids = dice.choice([(), (2, 31, 63), (500, *range(40, 50))])
@@ -341,7 +380,7 @@ def test_random_steps_are_packed_as_by_the_slow_twin(seed: int, depth: int) -> N
             scheduler.add(request)
         step = scheduler.schedule()
         if step is not None:
-            check(turn, step, scheduler, tables)
+            check(turn, step, scheduler, tables, histories)
             in_flight.append(step)
         if in_flight and (step is None or len(in_flight) == depth):
             oldest = in_flight.popleft()
@@ -367,14 +406,17 @@ def test_a_token_that_is_not_read_yet_is_left_to_the_device() -> None:
     assert packed.field("slots").tolist()[1] == -1
     assert packed.processors is not None
     layout = processor_layout(2, SHAPE)
-    (history,) = tables_of(layout, packed.processors)["histories"]
-    assert history[5:8].tolist() == [scheduler.requests["a"].prompt[5], -1, -1]
+    assert packed.new_tokens is not None
+    assert (packed.new_tokens.start, len(packed.new_tokens)) == (6, 0)
     assert layout.view(packed.processors, "pending").tolist() == [1, 0]
     scheduler.update(first, np.array([33], np.int32))
     scheduler.update(second, np.array([34], np.int32))
     third = scheduler.schedule()
     assert third is not None
-    assert pack(third, scheduler.table, SHAPE, 3).field("token_ids").tolist() == [34, 0]
+    packed = pack(third, scheduler.table, SHAPE, 3)
+    assert packed.field("token_ids").tolist() == [34, 0]
+    assert packed.new_tokens is not None
+    assert (packed.new_tokens.firsts.tolist(), packed.new_tokens.tokens.tolist()) == ([6], [33, 34])
 
 
 def test_min_tokens_take_the_masked_sampler_only_while_they_mask() -> None:
@@ -406,11 +448,66 @@ def test_no_buffer_is_shared_between_steps() -> None:
         step = scheduler.schedule()
         assert step is not None
         packed = pack(step, scheduler.table, SHAPE, step_id)
-        assert packed.processors is not None
-        buffers.append((packed.batch, packed.sampling, packed.processors))
+        buffers.append((packed.batch, packed.sampling))
     for first, second in zip(*buffers, strict=True):
         assert not np.shares_memory(first, second)
         assert {first.dtype, second.dtype} == {np.dtype(np.int32)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"presence_penalty": 0.5},
+        {"logit_bias": {3: -1.5}},
+        {"banned_token_ids": (4,)},
+        {"allowed_token_ids": (5, 6), "min_tokens": 20},
+    ],
+)
+def test_nothing_is_rebuilt_for_requests_that_did_not_change(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of the same requests share their processors, and send each token of a history once."""
+    built = []
+    build = packer._new_processors
+    monkeypatch.setattr(
+        packer, "_new_processors", lambda *args: built.append(args[0]) or build(*args)
+    )
+    scheduler = make_scheduler()
+    scheduler.add(make_request("plain", 3, max_tokens=26))
+    scheduler.add(make_request("other", 3, (9,), max_tokens=26, **options))
+    in_flight: deque[ScheduledStep] = deque()
+    shared, counts = [], []
+    for turn in range(18):
+        step = scheduler.schedule()
+        assert step is not None
+        packed = pack(step, scheduler.table, SHAPE, turn)
+        assert packed.processors is not None
+        shared.append(packed.processors)
+        counts.append(0 if packed.new_tokens is None else len(packed.new_tokens))
+        in_flight.append(step)
+        if len(in_flight) == 2:
+            scheduler.update(in_flight.popleft(), np.array([1, 2], np.int32))
+    # The prompts, and the first step whose tokens were not read back.
+    assert len(built) == 2
+    assert all(processors is shared[-1] for processors in shared[1:])
+    assert not shared[-1].flags.writeable
+    penalised = "presence_penalty" in options
+    assert counts == ([3, 0] + [1] * 16 if penalised else [0] * 18)
+
+
+def test_processors_are_built_again_once_a_ban_ends() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 2, (9,), min_tokens=4, max_tokens=20, presence_penalty=0.5))
+    rows = []
+    for turn in range(7):
+        step = scheduler.schedule()
+        assert step is not None
+        packed = pack(step, scheduler.table, SHAPE, turn)
+        assert packed.processors is not None
+        layout = processor_layout(packed.descriptor.requests, SHAPE, packed.sampler)
+        rows.append(int(layout.view(packed.processors, "mask_row")[0]))
+        scheduler.update(step, np.array([1], np.int32))
+    assert rows == [0, 0, 0, 0, -1, -1, -1]
 
 
 def test_a_step_cannot_be_packed_after_its_request_has_left() -> None:

@@ -177,6 +177,8 @@ class MockWorker:
             0, config.num_pages, (shape.table_rows, shape.pages_per_request)
         )
         self.num_entries = 0
+        self.histories = random.integers(0, VOCABULARY, (max_rows, shape.max_model_len))
+        self.num_tokens = 0
         self.last_tokens = np.full(max_rows + 1, 10**6)
         self.stops_early = stops_early
         self.halted = False
@@ -188,6 +190,17 @@ class MockWorker:
         self.num_entries += len(new)
         assert len(set(zip(new.rows.tolist(), new.columns.tolist(), strict=True))) == len(new)
         self.write(new.rows, new.columns, new.pages)
+
+    def remember(self, step: StepInput) -> None:
+        new = step.new_tokens
+        assert new is not None
+        assert new.start == self.num_tokens, "new tokens were lost or came twice"
+        self.num_tokens += len(new)
+        stops = np.cumsum(new.ends - new.firsts)
+        rows = step.field("rows")[new.indices]
+        for row, first, end, stop in zip(rows, new.firsts, new.ends, stops, strict=True):
+            self.histories[row, first:end] = new.tokens[stop - (end - first) : stop]
+            self.histories[row, end:] = -1
 
     def write(self, rows: np.ndarray, columns: np.ndarray, pages: np.ndarray) -> None:
         self.tables[rows, columns] = pages
@@ -280,6 +293,9 @@ class MockWorker:
         fields = sampling_layout(requests).views(step.sampling)
         fields["scale"] = fields["scale"].view(np.int32)
         processors = None
+        assert (step.new_tokens is not None) == (step.sampler == "processed")
+        if step.sampler == "processed":
+            self.remember(step)
         if step.sampler in PROCESSING:
             assert step.processors is not None
             layout = processor_layout(requests, step.shape, step.sampler)
@@ -293,16 +309,13 @@ class MockWorker:
                 values["greedy"] = 1
             if step.sampler in ("greedy", "random"):
                 values |= FILTERS_OFF
-            if step.sampler == "masked":
-                assert processors is not None
-                assert processors["histories"].size == 0
             history, allowed = None, np.arange(VOCABULARY)
             if processors is not None:
                 if processors["mask_row"][index] >= 0:
                     words = processors["masks"][processors["mask_row"][index]].view(np.uint8)
                     allowed = np.flatnonzero(np.unpackbits(words, bitorder="little")[:VOCABULARY])
-                if processors["repetition"][index] != 1.0:
-                    seen = processors["histories"][processors["history_row"][index]]
+                if processors["history_row"][index] >= 0:
+                    seen = self.histories[processors["history_row"][index]]
                     history = seen[seen != -1].tolist()
                     if processors["pending"][index]:
                         history.append(int(self.last_tokens[processors["rows"][index]]))
