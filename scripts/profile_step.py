@@ -10,11 +10,12 @@ between the ends of two steps on the device, from events; the other columns are 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import json
 import statistics
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -84,12 +85,20 @@ class Waited:
 
 
 def measure(
-    engine: Engine, clock: Clock, ends: list[Any], batch: int, prompt: int, steps: int
+    engine: Engine,
+    clock: Clock,
+    ends: list[Any],
+    batch: int,
+    penalised: int,
+    prompt: int,
+    steps: int,
 ) -> dict[str, Any]:
-    """Decode `batch` requests for `steps` steps."""
-    params = SamplingParams(temperature=0.0, max_tokens=steps + 20, ignore_eos=True)
+    """Decode `batch` requests for `steps` steps; the first `penalised` have a penalty."""
+    free = SamplingParams(temperature=0.0, max_tokens=steps + 20, ignore_eos=True)
+    bound = dataclasses.replace(free, presence_penalty=0.5)
     for i in range(batch):
-        engine.add(f"{batch}-{i}", [(7 * i + 3 * j) % 1000 + 1 for j in range(prompt)], params)
+        ids = [(7 * i + 3 * j) % 1000 + 1 for j in range(prompt)]
+        engine.add(f"{batch}-{i}", ids, bound if i < penalised else free)
     for _ in range(12):
         engine.step()
     for times in clock.seconds.values():
@@ -100,13 +109,14 @@ def measure(
         engine.step()
         stamps.append(time.perf_counter())
     medians = clock.medians()
-    spans = [a.elapsed_time(b) for a, b in pairwise(ends[5:-5])] if ends else []
+    spans = [a.elapsed_time(b) for a, b in itertools.pairwise(ends[5:-5])] if ends else []
     while engine.has_work:
         engine.step()
     host = sum(medians[phase] for phase in ("schedule", "pack", "execute", "update"))
     return {
         "batch": batch,
-        "step_us": round(statistics.median(b - a for a, b in pairwise(stamps)) * 1e6, 1),
+        "penalised": penalised,
+        "step_us": round(statistics.median(b - a for a, b in itertools.pairwise(stamps)) * 1e6, 1),
         "device_us": round(statistics.median(spans) * 1e3, 1) if spans else None,
         "host_us": round(host, 1),
         **medians,
@@ -118,6 +128,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--batch-sizes", default="1,8,64,256")
+    parser.add_argument(
+        "--penalised",
+        default="0",
+        help="how many of the requests have a penalty; of several numbers, one after another",
+    )
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--max-model-len", type=int, default=4096)
@@ -165,8 +180,11 @@ def main() -> None:
     clock, ends = Clock(), []
     watch(engine, clock, ends)
     rows = []
-    for batch in map(int, arguments.batch_sizes.split(",")):
-        rows.append(measure(engine, clock, ends, batch, arguments.prompt, arguments.steps))
+    batches = [int(batch) for batch in arguments.batch_sizes.split(",")]
+    counts = [int(count) for count in arguments.penalised.split(",")]
+    for batch, count in itertools.product(batches, counts):
+        of_engine = engine, clock, ends
+        rows.append(measure(*of_engine, batch, count, arguments.prompt, arguments.steps))
         print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
         if arguments.kernels and torch.cuda.is_available():
             show_kernels(engine, batch, arguments)

@@ -15,7 +15,7 @@ from twinfer.shared.compilation_config import keeps_code
 from twinfer.shared.config import EngineConfig
 from twinfer.shared.errors import ConfigError, InternalError
 from twinfer.shared.sampling_params import SamplingParams
-from twinfer.shared.step import processor_layout, sampling_layout
+from twinfer.shared.step import NewTokens, processor_layout, sampling_layout
 
 from .conftest import build
 
@@ -177,8 +177,8 @@ def filters(requests, count, position):
 
 
 def processors(requests, shape, sampler):
-    """Fields of the sampler: a history with repeated tokens, penalties, a bias, and half of all
-    words. `masked` has words alone, the other half.
+    """Fields of the sampler: penalties, a bias, and half of all words. `masked` has words alone, the
+    other half.
     """
     layout = processor_layout(requests, shape, sampler)
     buffer = layout.allocate()
@@ -187,10 +187,9 @@ def processors(requests, shape, sampler):
     f["repetition"][:], f["repetition_inverse"][:] = 1.0, 1.0
     words = 0x55555555 if sampler == "processed" else ~0x55555555
     f["mask_row"][:], f["masks"][:] = np.arange(requests), words
-    f["history_row"][:] = f["bias_row"][:] = np.arange(requests)
+    f["history_row"][:] = f["rows"] if sampler == "processed" else -1
+    f["bias_row"][:] = np.arange(requests)
     if sampler == "processed":
-        f["histories"][:] = -1
-        f["histories"][:, :12] = np.arange(12) % 5
         f["presence"][:], f["frequency"][:] = 30000, 9000
         f["repetition"][:], f["repetition_inverse"][:] = 1.5, 1 / 1.5
         f["bias_ids"][:] = -1
@@ -253,8 +252,14 @@ def test_interleaved_graphs_equal_eager_bit_for_bit(cuda, mode, tmp_path):
             backbone, sample = programs.backbone, programs.sample
             if not captured:
                 backbone, sample = programs._rows, programs._sample
+            # Histories with repeated tokens, of which the step brings the last.
+            each = np.arange(count, dtype=np.int32)
+            new = NewTokens(0, each, each * 0 + 11, each * 0 + 12, each * 0 + 1)
             with torch.inference_mode():
-                worker._inputs.fill(step, host=programs.host_metadata[d.kind])
+                worker._inputs.histories[:] = -1
+                worker._inputs.histories[:, :11] = torch.arange(11, device="cuda") % 5
+                penalised = dataclasses.replace(step, sampler="processed", new_tokens=new)
+                worker._inputs.fill(penalised, host=programs.host_metadata[d.kind])
                 poisoned(backbone, d)
                 found = {"rows": [programs.rows[:count].clone()]}
                 for sampler in (*SAMPLERS, TOP):

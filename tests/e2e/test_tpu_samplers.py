@@ -88,7 +88,7 @@ def test_the_programs_of_a_tpu_at_its_defaults():
     shapes = ladder.describe(model, config, tools.blocks, 64, mesh)
     found = ladder.jobs(tools, config.table(), shapes, jnp.bfloat16, mesh)
     assert len(config.table()) == 42
-    assert len(found) == 42 + 10 + 1 + 6 * (len(SAMPLERS) + 1)
+    assert len(found) == 42 + 10 + 2 + 6 * (len(SAMPLERS) + 1)
     for descriptor in config.table():
         size = sampler_size(descriptor.requests, config.max_num_seqs)
         assert descriptor.requests <= size <= 256
@@ -119,16 +119,14 @@ def test_rows_behind_have_no_processors(sampler):
         np.testing.assert_array_equal(fields[name][:3].view(np.int32), values.view(np.int32))
     last = {name: values[3] for name, values in fields.items()}
     assert last["rows"] == 9
-    assert (last["histories"] == -1).all()
     assert (last["bias_ids"] == -1).all()
     assert [last[row] for row in ("history_row", "bias_row", "mask_row")] == [-1] * 3
     assert wider_processors(given, 3, 3, shape, sampler) is given
     # A buffer brings the entries that are needed; the program takes them all.
-    short = given[: layout.fields["histories"].offset + 3].copy()
+    short = given[: layout.fields["bias_ids"].offset + 3].copy()
     for row in ("history_row", "bias_row", "mask_row"):
         layout.view(short, row)[:] = -1
     layout.view(short, "mask_row")[1] = 0
     whole = layout.views(wider_processors(short, 3, 3, shape, sampler))
     assert (whole["masks"][0] == short[-3:]).all()
     assert (whole["masks"][1:] == -1).all()
-    assert (whole["histories"] == -1).all()

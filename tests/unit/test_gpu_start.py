@@ -34,9 +34,11 @@ from twinfer.shared.page_groups import PageGroup
 from twinfer.shared.step import (
     DecodeLoop,
     NewPages,
+    NewTokens,
     StepInput,
     StepShape,
     batch_layout,
+    histories_shape,
     processor_layout,
     sampling_layout,
 )
@@ -161,6 +163,84 @@ def differences(rng, shape, most):
         start += count
 
 
+def penalised_step(d, rng, rows, new_tokens):
+    """A step with penalties whose requests are those of `rows`."""
+    step = random_step(d, rng, len(rows), 40)
+    batch_layout(d, SHAPE).view(step.batch, "rows")[: len(rows)] = rows
+    layout = processor_layout(d.requests, SHAPE)
+    processors = np.full(layout.fields["bias_ids"].offset, -1, np.int32)
+    layout.view(processors, "history_row")[: len(rows)] = rows
+    return dataclasses.replace(
+        step, sampler="processed", processors=processors, new_tokens=new_tokens
+    )
+
+
+def test_histories_are_made_of_differences_and_a_lost_one_is_an_error():
+    """One token a request comes with the step's fields, more of them beside; also as a whole."""
+    inputs, rng = (
+        StepInputs(TABLE, SHAPE, (PageGroup(PAGE),), torch.device("cpu")),
+        np.random.default_rng(0),
+    )
+    inputs.histories[:] = 7  # of requests that have left
+    d = Descriptor("decode", 8, 8, 1)
+    histories, sent, start = {3: [1, 2, 3], 9: [4], 5: [5, 6]}, {3: 0, 9: 0, 5: 0}, 0
+    last = torch.zeros(SHAPE.max_rows + 1, dtype=torch.int32)
+
+    def run(step):
+        inputs.fill(step)
+        inputs.fill_processors(d.requests, step.sampler, step.processors)
+        import_module(PLUMBING["torch"]).processors(
+            inputs.processors(d.requests, step.sampler), last
+        )
+        for row in histories:
+            want = histories[row] + [-1] * (SHAPE.max_model_len - len(histories[row]))
+            assert inputs.histories[row].tolist() == want
+
+    for number in range(12):
+        rows = rng.permutation(list(histories)).tolist()
+        for row in rows if number else []:
+            count = int(rng.integers(0, 3 if number % 3 == 0 else 2))
+            histories[row] += rng.integers(0, 99, count).tolist()
+        if number == 8:
+            histories[9], sent[9] = [8, 8], 0  # another request got the row
+        firsts, ends = [sent[row] for row in rows], [len(histories[row]) for row in rows]
+        indices = [i for i in range(len(rows)) if firsts[i] < ends[i]]
+        tokens = [token for i in indices for token in histories[rows[i]][firsts[i] :]]
+        columns = (np.array(x, np.int32)[indices] for x in (range(3), firsts, ends))
+        new = NewTokens(start, *columns, np.array(tokens, np.int32))
+        sent |= {row: len(histories[row]) for row in rows}
+        run(penalised_step(d, rng, rows, new))
+        start += len(new)
+    nothing = np.zeros((4, 0), np.int32)
+    with pytest.raises(InternalError, match="lost or came twice"):
+        inputs.fill(penalised_step(d, rng, rows, NewTokens(start + 1, *nothing)))
+    with pytest.raises(InternalError, match="neither new tokens nor histories"):
+        inputs.fill(penalised_step(d, rng, rows, None))
+    histories = {row: [row, row] for row in rows}
+    whole = np.full((3, SHAPE.max_model_len), -1, np.int32)
+    whole[:, :2] = np.array(rows)[:, None]
+    run(dataclasses.replace(penalised_step(d, rng, rows, None), histories=whole))
+
+
+def test_processors_that_steps_share_are_sent_once(monkeypatch):
+    inputs, rng = (
+        StepInputs(TABLE, SHAPE, (PageGroup(PAGE),), torch.device("cpu")),
+        np.random.default_rng(0),
+    )
+    sent, send = [], inputs._pinned
+    monkeypatch.setattr(inputs, "_pinned", lambda x: sent.append(len(x)) or send(x))
+    layout = processor_layout(8, SHAPE)
+    first, second = (rng.integers(0, 3, layout.size, dtype=np.int32) for _ in range(2))
+    for given in (first, second):
+        given.flags.writeable = False
+    for given in (first, first, second, second, first, first.copy(), first):
+        inputs.fill_processors(8, "processed", given)
+        for name, values in layout.views(given).items():
+            got = inputs.processors(8, "processed")[name]
+            assert got.numpy().tobytes() == values.tobytes(), name
+    assert len(sent) == 5
+
+
 def test_page_tables_are_made_of_differences_and_a_lost_one_is_an_error():
     inputs, rng = (
         StepInputs(TABLE, SHAPE, (PageGroup(PAGE),), torch.device("cpu")),
@@ -271,7 +351,7 @@ def test_plumbing_follows_its_contract(by, page_sizes, requests, count, device, 
 @pytest.mark.parametrize("by", PLUMBING)
 def test_processors_follow_their_rows(by, sampler, device, request):
     """A request's entry of each table, or -1 throughout; the last token of those that have a
-    history and a token that was not read back.
+    history and a token that was not read back; and histories get what is new to them.
     """
     if by == "triton":
         request.getfixturevalue("kernels")
@@ -282,11 +362,22 @@ def test_processors_follow_their_rows(by, sampler, device, request):
     rows = {"history_row": [1, -1, 0, -1, 2, -1], "bias_row": [-1, 0, -1, 2, 1, -1],
             "mask_row": [2, -1, -1, 0, -1, 1], "pending": [1, 1, 0, 0, 1, 0],
             "rows": [3, 0, 5, 1, 2, 4]}  # fmt: skip
+    new_column, new_token = [2, 2, -1, -1, 47, 3], [60, 61, 62, 63, 64, 65]
     for name, values in rows.items():
         layout.view(buffer, name)[:] = values
     fields = layout.unpack(
         torch.from_numpy(buffer).to(where), lambda bits: bits.view(torch.float32)
     )
+    size = histories_shape(shape, (sampler,))
+    histories = torch.full(size, -1, dtype=torch.int32, device=where)
+    fields |= {
+        "histories": histories,
+        "new_column": torch.tensor(new_column, dtype=torch.int32, device=where),
+        "new_token": torch.tensor(new_token, dtype=torch.int32, device=where),
+    }
+    longer = histories.cpu().clone()
+    if sampler == "processed":
+        longer[1, 2], longer[2, 47] = 60, 64
     last = torch.arange(7, dtype=torch.int32, device=where) + 50
     got = import_module(PLUMBING[by]).processors(fields, last)
     assert got["last"].tolist() == [53, -1, -1, -1, 52, -1]
@@ -298,7 +389,8 @@ def test_processors_follow_their_rows(by, sampler, device, request):
         nothing = np.full_like(given[0], -1)
         want = [given[row] if row >= 0 else nothing for row in rows[of]]
         assert np.array_equal(got[name].cpu().numpy(), np.array(want)), name
-    assert got["history"].data_ptr() == fields["histories"].data_ptr() or sampler == "masked"
+    assert got["history"] is histories
+    assert torch.equal(histories[:-1].cpu(), longer[:-1])
     for name in ("prompt_len", "presence", "frequency", "repetition", "history_row"):
         assert got[name] is fields[name]
 
