@@ -115,9 +115,15 @@ class _Slot:
         made = self.targets.get(d)
         if made is None:
             runs = tuple(run.of(self.array) for run in places.runs)
-            others = (places.page_index, places.page_value, places.new_column, places.new_token)
-            views = (self.array[place] for place in others)
-            made = _Target(runs, *views, self.tensor[: places.size], device[: places.size])
+            made = _Target(
+                runs,
+                self.array[places.page_index],
+                self.array[places.page_value],
+                self.array[places.new_column],
+                self.array[places.new_token],
+                self.tensor[: places.size],
+                device[: places.size],
+            )
             self.targets[d] = made
         return made
 

@@ -120,7 +120,7 @@ def page_table_of(
 
 def histories_of(rows: np.ndarray, table: RequestTable) -> np.ndarray:
     """`[k, H]` tokens of `rows` of the table that were read back; -1 behind them."""
-    histories = table.tokens[rows]
+    histories: np.ndarray = table.tokens[rows]
     places = np.arange(histories.shape[1])
     histories[places >= table.known[rows][:, None]] = UNKNOWN
     return histories
@@ -255,42 +255,42 @@ def _new_processors(
     was not read back, and of which stop ids are banned; `bans` [0]: of none.
     """
     layout = processor_layout(step.descriptor.requests, shape, sampler)
-    group, rows = step.group, step.rows
+    group, rows, count = step.group, step.rows, len(step.rows)
     is_masked = table.restricted[rows]
     if len(bans):
         is_masked |= bans
-    needed = {"bias_row": _NO_ROWS, "mask_row": np.flatnonzero(is_masked)}
+    biased, masked = _NO_ROWS, np.flatnonzero(is_masked)
     if sampler == "processed":
-        needed["bias_row"] = group.biased
+        biased = group.biased
+    needed = {"bias_row": biased, "mask_row": masked}
     counts = {name: len(needed[row]) for name, row in TABLES.items()}
     buffer = processors_for(layout, counts)
     fields = {name: layout.view(buffer, name) for name in layout.fields if name not in TABLES}
-    for row, which in needed.items():
-        fields[row][which] = np.arange(len(which))
+    for name, which in needed.items():
+        fields[name][which] = np.arange(len(which))
     if sampler == "processed":
         remembered, their_rows = group.remembered
         fields["history_row"][remembered] = their_rows
     fields["prompt_len"][:], fields["pending"][:], fields["rows"][:] = 0, 0, table.max_rows
-    fields["prompt_len"][: len(rows)] = table.prompt_len[rows]
-    fields["pending"][: len(rows)] = pending
-    fields["rows"][: len(rows)] = rows
+    fields["prompt_len"][:count] = table.prompt_len[rows]
+    fields["pending"][:count] = pending
+    fields["rows"][:count] = rows
     for name, values in zip(PROCESSOR_FIELDS, table.processors, strict=True):
         field = fields[name].view(np.int32)
-        field[: len(rows)], field[len(rows) :] = values[rows], values[-1]
+        field[:count], field[count:] = values[rows], values[-1]
     entries = tables_of(layout, buffer)
     late = set() if waiting is None else set(waiting.tolist())
-    for index, mask in zip(needed["mask_row"].tolist(), entries["masks"], strict=True):
+    for index, mask in zip(masked.tolist(), entries["masks"], strict=True):
         if index in late:
             continue  # `with_masks` brings it
         row = int(rows[index])
         mask[:] = _base_mask(table, row, shape.vocab_size) if row in table.masks else -1
         if len(bans) and bans[index]:
             _ban(mask, table.stop_ids[row], shape.vocab_size)
-    biases = entries["bias_ids"], entries["bias"]
-    for index, ids, bias in zip(needed["bias_row"].tolist(), *biases, strict=True):
-        own, values = table.biases[int(rows[index])]
+    for index, ids, bias in zip(biased.tolist(), entries["bias_ids"], entries["bias"], strict=True):
+        own, numbers = table.biases[int(rows[index])]
         ids[: len(own)], ids[len(own) :] = own, -1
-        bias[: len(own)], bias[len(own) :] = values, 0
+        bias[: len(own)], bias[len(own) :] = numbers, 0
     return buffer
 
 

@@ -45,7 +45,7 @@ NO_STOP = -1
 _STOP_COLUMNS = 4
 _NO_ENTRIES = np.zeros((4, 0), np.int32)
 _NO_PAGES = np.zeros(0, np.int64)
-_NO_TOKENS = np.zeros((4, 0), np.int32)
+_NO_TOKENS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,7 +476,7 @@ class RequestTable:
         counts = ends - firsts
         total, start = int(counts.sum()), self._num_sent
         if not total:
-            return NewTokens(start, *_NO_TOKENS)
+            return NewTokens(start, _NO_TOKENS, _NO_TOKENS, _NO_TOKENS, _NO_TOKENS)
         if not counts.all():
             grown = counts.nonzero()[0]
             indices, rows, firsts = indices[grown], rows[grown], firsts[grown]
@@ -487,8 +487,8 @@ class RequestTable:
             places = (places - before).repeat(counts) + np.arange(total)
         self.sent[rows] = ends
         self._num_sent += total
-        columns = (part.astype(np.int32) for part in (indices, firsts, ends))
-        return NewTokens(start, *columns, self.tokens_flat.take(places))
+        indices, firsts, ends = (part.astype(np.int32) for part in (indices, firsts, ends))
+        return NewTokens(start, indices, firsts, ends, self.tokens_flat.take(places))
 
     def pages_of(self, row: int) -> list[int]:
         """The pages of `row` in order, one group's behind another's, as a new list."""

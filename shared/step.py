@@ -481,7 +481,7 @@ class HistoryEntries:
             (row, 0, history[history >= 0])
             for row, history in zip(history_rows(step), histories, strict=True)
         ]
-        return HistoryChanges(*_NOTHING, spans)
+        return HistoryChanges(_NOTHING, _NOTHING, _NOTHING, spans)
 
 
 def history_rows(step: StepInput) -> list[int]:
@@ -493,7 +493,7 @@ def history_rows(step: StepInput) -> list[int]:
     return [row for row in rows.tolist() if row >= 0]
 
 
-_NOTHING = np.zeros((3, 0), np.int32)
+_NOTHING = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)

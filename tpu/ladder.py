@@ -291,7 +291,8 @@ def _sampler_jobs(
             rows,
             picked,
         )
-        donated, results = (1,), (replicated, replicated)
+        donated: tuple[int, ...] = (1,)
+        results: tuple[Any, ...] = replicated, replicated
         if variant in PROCESSING:
             layout = processor_layout(requests, model.shape, variant)
             arguments += (_array(mesh, layout.size),)

@@ -271,7 +271,7 @@ def plant(llm, point, call):
         def broken(program, key):
             def run(*arguments):
                 sampler = isinstance(key, tuple) and key[0] not in ("loop", "take")
-                mine = sampler == (point == "sampler") and key != "update"
+                mine = sampler == (point == "sampler") and key not in ("update", "remember")
                 if mine and next(calls) == call:
                     if point == "behind":
                         program(*arguments)  # the cache is donated, and what came of it is lost
