@@ -212,7 +212,7 @@ def sampler(
         if histories is None or new_tokens is None:
             kept = jnp.zeros(histories_shape(model.shape, (variant,)), jnp.int32)
         else:
-            kept = histories = _longer(histories, fields["history_row"], *new_tokens)
+            kept = histories = longer(histories, fields["history_row"], new_tokens)
         fields["histories"] = kept
         arguments = known_processors(jnp.where, fields, last_tokens)
     tokens = sample(ops, variant, logits, f, arguments)
@@ -220,12 +220,12 @@ def sampler(
     return (last_tokens, tokens) if histories is None else (last_tokens, tokens, histories)
 
 
-def _longer(
-    histories: jax.Array, rows: jax.Array, columns: jax.Array, tokens: jax.Array
-) -> jax.Array:
-    """The histories with `tokens` [S] at `columns` of `rows`; of -1 nothing comes."""
-    beyond = histories.shape[0]
-    rows = jnp.where((rows >= 0) & (columns >= 0), rows, beyond)
+def longer(histories: jax.Array, rows: jax.Array, new_tokens: jax.Array) -> jax.Array:
+    """The histories with the tokens new_tokens[1] [S] at the columns new_tokens[0] of `rows`; of -1
+    nothing comes.
+    """
+    columns, tokens = new_tokens
+    rows = jnp.where((rows >= 0) & (columns >= 0), rows, histories.shape[0])
     return histories.at[rows, columns].set(tokens, mode="drop")
 
 

@@ -233,7 +233,7 @@ def sampler(
             shape = histories_shape(setting.shape, (variant,))
             kept = torch.zeros(shape, dtype=torch.int32, device=processors.device)
         else:
-            kept = histories = _longer(histories, fields["history_row"], new_tokens)
+            kept = histories = longer(histories, fields["history_row"], new_tokens)
         fields["histories"] = kept
         known = known_processors(torch.where, fields, last_tokens)
     tokens = sample(ops, variant, head(setting, held, hidden), f, known)
@@ -242,7 +242,7 @@ def sampler(
     return (last_tokens, tokens) if histories is None else (last_tokens, tokens, histories)
 
 
-def _longer(histories: torch.Tensor, rows: torch.Tensor, new_tokens: torch.Tensor) -> torch.Tensor:
+def longer(histories: torch.Tensor, rows: torch.Tensor, new_tokens: torch.Tensor) -> torch.Tensor:
     """The histories with the tokens new_tokens[1] [S] at the columns new_tokens[0] of `rows`; of -1
     nothing comes.
     """

@@ -5,11 +5,13 @@ reading HLO.
 import json
 import os
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from twinfer.bucketing import Descriptor
 from twinfer.shared import step_difference
@@ -23,15 +25,19 @@ from twinfer.shared.step import (
     STOP_SLOTS,
     DecodeLoop,
     NewPages,
+    NewTokens,
     StepInput,
     StepShape,
     batch_layout,
+    histories_shape,
+    processor_layout,
     sampling_layout,
 )
 from twinfer.tpu import compilation, executables, ladder, platforms, programs, sharding, state
 from twinfer.tpu.aot_report import collectives
 from twinfer.tpu.ladder import Job
 from twinfer.tpu.plans import make_plans
+from twinfer.xla import programs as xla_programs
 
 LLAMA = parse_config(SHAPES["llama3-8b"])
 
@@ -278,6 +284,80 @@ def test_a_step_that_was_lost_or_comes_twice_is_an_error():
     buffers.pack(third)
     # 0 entries came before: the tables of another scheduler
     buffers.pack(Tables(1).step(4, None, False))
+
+
+class Histories:
+    """Histories of rows that grow at random, as steps bring them."""
+
+    def __init__(self, seed):
+        self.rng = np.random.default_rng(seed)
+        self.tokens = [[] for _ in range(SHAPE.max_rows)]
+        self.start = 0
+
+    def step(self, size):
+        rng, count = self.rng, int(self.rng.integers(1, size + 1))
+        rows = rng.permutation(SHAPE.max_rows)[:count]
+        columns, tokens = [], []
+        for index, row in enumerate(rows.tolist()):
+            if len(self.tokens[row]) > 40 or rng.random() < 0.2:
+                self.tokens[row] = []  # another request has the row
+            first = len(self.tokens[row])
+            more = int(rng.choice([0, 1, 1, 1, 5])) if first else int(rng.integers(1, 9))
+            self.tokens[row] += rng.integers(0, 99, more).tolist()
+            if more:
+                columns.append((index, first, first + more))
+                tokens += self.tokens[row][first:]
+        parts = np.array(columns, np.int32).reshape(-1, 3).T
+        new = NewTokens(self.start, *parts, np.array(tokens, np.int32))
+        self.start += len(new)
+        descriptor = Descriptor("decode", size, size, 1)
+        batch, layout = batch_layout(descriptor, SHAPE), processor_layout(size, SHAPE)
+        step = StepInput(
+            1, descriptor, SHAPE, "processed", batch.allocate(), sampling_layout(size).allocate(),
+            np.full(layout.fields["bias_ids"].offset, -1, np.int32), new_tokens=new,
+        )  # fmt: skip
+        batch.view(step.batch, "rows")[:count] = rows
+        layout.view(step.processors, "history_row")[:count] = rows
+        return step
+
+
+@pytest.mark.parametrize("backend", ["jax", "xla"])
+def test_the_histories_on_the_devices_hold_what_steps_say(backend):
+    """Also those of requests that got several tokens or are new; in rows that others have left."""
+    histories, buffers, spans = Histories(0), step_difference.SamplerBuffers(SHAPE), 0
+    functions, as_array = programs, jnp.asarray
+    if backend == "xla":
+        functions, as_array = xla_programs, torch.from_numpy
+    remember = partial(functions.remember, SHAPE, *[None] * (backend == "xla"))
+    on_device = as_array(np.full(histories_shape(SHAPE), 7, np.int32))
+    for _ in range(30):
+        step = histories.step(int(histories.rng.choice([3, 4, 12])))
+        processors = buffers.processors(step, step.processors)
+        size = step_difference.sampler_size(step.descriptor.requests, SHAPE.max_rows)
+        rows = processor_layout(size, SHAPE).view(processors, "history_row")
+        beside, new_tokens = buffers.histories(step)
+        for part in beside:
+            on_device = remember(on_device, as_array(part))
+        spans += len(beside)
+        on_device = functions.longer(on_device, as_array(rows), as_array(new_tokens))
+        for row in rows[rows >= 0].tolist():
+            tokens = histories.tokens[row]
+            unused = [-1] * (SHAPE.max_model_len - len(tokens))
+            assert np.asarray(on_device)[row].tolist() == tokens + unused
+    assert spans
+    histories.step(4)
+    with pytest.raises(InternalError, match="lost or came twice"):
+        buffers.histories(histories.step(4))
+
+
+def test_processors_that_steps_share_are_widened_once():
+    buffers, step = step_difference.SamplerBuffers(SHAPE), Histories(0).step(3)
+    again = buffers.processors(step, step.processors)
+    assert buffers.processors(step, step.processors) is not again, "who could write to it?"
+    step.processors.flags.writeable = False
+    wider = buffers.processors(step, step.processors)
+    assert buffers.processors(step, step.processors) is wider
+    assert np.array_equal(wider, again)
 
 
 def test_a_steady_decode_sends_no_table():
