@@ -119,8 +119,8 @@ def _processors_kernel(
         row = tl.load(history_row + r)
         column = tl.load(new_column + r)
         is_new = (row >= 0) & (column >= 0) & (column < length)
-        place = row.to(tl.int64) * length + column
-        tl.store(histories + place, tl.load(new_token + r), mask=is_new)
+        target = row.to(tl.int64) * length + column
+        tl.store(histories + target, tl.load(new_token + r), mask=is_new)
         known = (tl.load(pending + r) > 0) & (row >= 0)
         last = tl.load(last_tokens + tl.load(rows + r), mask=known, other=-1)
         tl.store(last_out + r, last)

@@ -172,6 +172,20 @@ def test_penalties_compile(compiled):
     assert compiled == ["clear_kernel", "count_kernel", "penalty_kernel", "bias_kernel"]
 
 
+@pytest.mark.parametrize("sampler", ["processed", "masked"])
+def test_plumbing_of_processors_compiles(compiled, sampler):
+    from twinfer.gpu import step_kernels
+    from twinfer.shared.step import StepShape, histories_shape, processor_layout
+
+    shape = StepShape(pages_per_request=4, max_rows=8, max_model_len=64, vocab_size=33_000)
+    layout = processor_layout(4, shape, sampler)
+    fields = layout.unpack(torch.from_numpy(layout.allocate()), lambda x: x.view(torch.float32))
+    fields |= {name: torch.zeros(4, dtype=torch.int32) for name in ("new_column", "new_token")}
+    fields["histories"] = torch.zeros(histories_shape(shape, (sampler,)), dtype=torch.int32)
+    step_kernels.processors(fields, torch.zeros(9, dtype=torch.int32))
+    assert compiled == ["_processors_kernel"]
+
+
 def test_sampling_with_penalties_compiles(compiled):
     from twinfer.gpu.kernels import sampling
 
