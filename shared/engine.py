@@ -9,6 +9,7 @@ each step is read before the next one is scheduled; the tokens are the same.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import time
 from collections import deque
@@ -69,8 +70,7 @@ LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say; OpenAI's API uses the same number."""
 
 
-@dataclass(frozen=True, slots=True)
-class Logprob:
+class Logprob(NamedTuple):
     """Natural log of a token's probability, from the raw logits, and its rank (1 is the most
     probable).
     """
@@ -584,6 +584,9 @@ class Engine:
         requests, tokens, indices = events.requests, events.tokens.tolist(), events.indices.tolist()
         if self._matched:
             self._advance_matchers(requests, tokens, events.failed)
+        listed: Iterator[TokenLogprobs] = iter(())
+        if output.logprobs is not None:
+            listed = _wanted_logprobs(output.logprobs, requests, tokens, indices)
         first, count = 0, len(tokens)
         while first < count:
             request, last = requests[first], first + 1
@@ -593,11 +596,7 @@ class Engine:
             brought = tuple(tokens[first:last])
             logprobs = prompt = None
             if request.params.logprobs is not None and output.logprobs is not None:
-                places = zip(indices[first:last], brought, strict=True)
-                logprobs = [
-                    _row(output.logprobs, place, token, request.params.logprobs)
-                    for place, token in places
-                ]
+                logprobs = [next(listed)]  # requests that want them are never in loops
             if self._prompt_logprobs:
                 prompt = self._prompt_logprobs.pop(request.request_id, None)
             self._updates.append(
@@ -647,9 +646,10 @@ class Engine:
             if np.isnan(top.chosen[int(first[i]) : int(first[i]) + end - start]).any():
                 self._finish(request.request_id, FinishReason.ERROR)
                 continue
-            for position in range(start, min(end, len(kept) - 1)):
-                row = int(first[i]) + position - start
-                kept[position + 1] = _row(top, row, int(targets[row]), wanted)
+            count = min(end, len(kept) - 1) - start
+            rows = list(range(int(first[i]), int(first[i]) + count))
+            tokens = targets[rows].tolist()
+            kept[start + 1 : start + 1 + count] = _listed(top, rows, tokens, [wanted] * count)
 
     def metrics(self) -> SchedulerMetrics:
         """Gauges and counters of the scheduler."""
@@ -703,11 +703,34 @@ def derive_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _row(top: TopLogprobs, row: int, token: int, count: int) -> TokenLogprobs:
-    ids = top.top_ids[row, :count].tolist()
-    values = np.maximum(top.top[row, :count], LEAST_LOGPROB).tolist()
-    best = {
-        i: Logprob(value, rank + 1) for rank, (i, value) in enumerate(zip(ids, values, strict=True))
-    }
-    chosen = max(float(top.chosen[row]), LEAST_LOGPROB)
-    return {token: Logprob(chosen, int(top.rank[row]))} | best
+def _wanted_logprobs(
+    top: TopLogprobs, requests: Sequence[Request], tokens: Sequence[int], indices: Sequence[int]
+) -> Iterator[TokenLogprobs]:
+    """Those of the requests that want any, in order; of each the one token at its index."""
+    rows, chosen, counts = [], [], []
+    for index, token, request in zip(indices, tokens, requests, strict=True):
+        if request.params.logprobs is not None:
+            rows.append(index)
+            chosen.append(token)
+            counts.append(request.params.logprobs)
+    return iter(_listed(top, rows, chosen, counts))
+
+
+def _listed(
+    top: TopLogprobs, rows: list[int], tokens: list[int], counts: list[int]
+) -> list[TokenLogprobs]:
+    """The log-probabilities of `rows`: of the token of each, and of the best ones, as many as asked
+    for. All rows in a few calls: numbers that are fetched one by one take far longer.
+    """
+    most = max(counts, default=0)
+    numbers = (
+        top.rank[rows].tolist(),
+        np.maximum(top.chosen[rows], LEAST_LOGPROB).tolist(),
+        top.top_ids[rows, :most].tolist(),
+        np.maximum(top.top[rows, :most], LEAST_LOGPROB).tolist(),
+    )
+    found = []
+    for token, count, rank, chosen, ids, values in zip(tokens, counts, *numbers, strict=True):
+        best = map(Logprob, values[:count], itertools.count(1))
+        found.append({token: Logprob(chosen, rank)} | dict(zip(ids[:count], best, strict=True)))
+    return found

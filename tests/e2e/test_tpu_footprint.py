@@ -132,7 +132,7 @@ def test_aot_and_the_worker_agree(tmp_path, shards):
     assert found["names"] == [
         "backbone_decode_6", "backbone_mixed_64", "take_rows_64", "sample_processed_6", "logprobs_6"
     ]  # fmt: skip
-    assert found["ladder"] == [3 + 2 + 1 + len(SAMPLERS) + 1] * 2
+    assert found["ladder"] == [3 + 2 + 2 + len(SAMPLERS) + 1] * 2
 
 
 @pytest.mark.slow
