@@ -4,6 +4,7 @@ step's program.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -70,8 +71,7 @@ def pack(
     level = _level(step)
     waiting = processors = histories = None
     if level >= MASKED:
-        waiting = _waiting(step, table) if step.group.has_matcher else None
-        processors = _processors(step, table, shape, SAMPLERS[level], waiting)
+        processors, waiting = _processors(step, table, shape, SAMPLERS[level])
     if level == PROCESSED and with_page_table:
         histories = histories_of(step.group.remembered[1], table)
     return StepInput(
@@ -216,61 +216,73 @@ def _sampling(step: ScheduledStep) -> np.ndarray:
     return fields.reshape(-1)
 
 
-def _processors(
-    step: ScheduledStep,
-    table: RequestTable,
-    shape: StepShape,
-    sampler: Sampler,
-    waiting: np.ndarray | None,
-) -> np.ndarray:
-    """What `processor_layout` says. The masks of `waiting` requests are left open.
+@dataclass(frozen=True, slots=True)
+class _Processors:
+    """What the processors of a group are made of, while `made_for` stays as it is.
 
-    Steps of a group share a buffer, which nobody may write to, while it stays as it is.
+    `head` are the fields before the tables, `masked` and `biased` the requests with an entry of
+    their own in these. `buffer`: all of it, for steps to share, if no mask changes with the tokens.
     """
-    group = step.group
-    pending = table.known[group.rows] == step.starts
+
+    made_for: tuple[object, ...]
+    head: np.ndarray
+    masked: list[int]
+    biased: list[int]
+    buffer: np.ndarray | None
+
+
+def _processors(
+    step: ScheduledStep, table: RequestTable, shape: StepShape, sampler: Sampler
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """(What `processor_layout` says, the requests that wait for masks, which are left open.)
+
+    Steps of a group share a buffer, which nobody may write to, if no mask changes.
+    """
+    group, rows = step.group, step.rows
+    pending = table.known[rows] == step.starts
     bans = _NOBODY
     if group.longest_min_total:
         bans = step.ends < group.min_total
     made_for = step.descriptor.requests, shape, sampler, pending.tobytes(), bans.tobytes()
-    if group.processors is not None and group.processors[0] == made_for:
-        return group.processors[1]
-    buffer = _new_processors(step, table, shape, sampler, pending, bans, waiting)
-    if not group.has_matcher:
+    kept = group.processors
+    if not isinstance(kept, _Processors) or kept.made_for != made_for:
+        kept = group.processors = _kept_processors(step, table, made_for, pending, bans)
+    if kept.buffer is not None:
+        return kept.buffer, None
+    # What may follow a token that was not read back is not known.
+    waiting = group.matched[(pending & step.samples)[group.matched]]
+    buffer = _with_entries(step, table, shape, sampler, kept, bans, set(waiting.tolist()))
+    if not len(group.matched):
         buffer.flags.writeable = False
-        group.processors = made_for, buffer
-    return buffer
+        group.processors = replace(kept, buffer=buffer)
+    return buffer, waiting if len(waiting) else None
 
 
-def _new_processors(
+def _kept_processors(
     step: ScheduledStep,
     table: RequestTable,
-    shape: StepShape,
-    sampler: Sampler,
+    made_for: tuple[int, StepShape, Sampler, bytes, bytes],
     pending: np.ndarray,
     bans: np.ndarray,
-    waiting: np.ndarray | None,
-) -> np.ndarray:
-    """`_processors` in a new buffer. `pending` and `bans` [R] say of which requests the last token
-    was not read back, and of which stop ids are banned; `bans` [0]: of none.
+) -> _Processors:
+    """`pending` and `bans` [R] say of which requests the last token was not read back, and of which
+    stop ids are banned; `bans` [0]: of none.
     """
-    layout = processor_layout(step.descriptor.requests, shape, sampler)
+    requests, shape, sampler, *_ = made_for
+    layout = processor_layout(requests, shape, sampler)
     group, rows, count = step.group, step.rows, len(step.rows)
     is_masked = table.restricted[rows]
     if len(bans):
         is_masked |= bans
-    biased, masked = _NO_ROWS, np.flatnonzero(is_masked)
+    masked, biased = np.flatnonzero(is_masked), _NO_ROWS
+    head = np.full(layout.fields["bias_ids"].offset, -1, np.int32)
+    fields = {name: layout.view(head, name) for name in layout.fields if name not in TABLES}
     if sampler == "processed":
         biased = group.biased
-    needed = {"bias_row": biased, "mask_row": masked}
-    counts = {name: len(needed[row]) for name, row in TABLES.items()}
-    buffer = processors_for(layout, counts)
-    fields = {name: layout.view(buffer, name) for name in layout.fields if name not in TABLES}
-    for name, which in needed.items():
-        fields[name][which] = np.arange(len(which))
-    if sampler == "processed":
         remembered, their_rows = group.remembered
         fields["history_row"][remembered] = their_rows
+    for name, which in (("bias_row", biased), ("mask_row", masked)):
+        fields[name][which] = np.arange(len(which))
     fields["prompt_len"][:], fields["pending"][:], fields["rows"][:] = 0, 0, table.max_rows
     fields["prompt_len"][:count] = table.prompt_len[rows]
     fields["pending"][:count] = pending
@@ -278,29 +290,38 @@ def _new_processors(
     for name, values in zip(PROCESSOR_FIELDS, table.processors, strict=True):
         field = fields[name].view(np.int32)
         field[:count], field[count:] = values[rows], values[-1]
+    return _Processors(made_for, head, masked.tolist(), biased.tolist(), None)
+
+
+def _with_entries(
+    step: ScheduledStep,
+    table: RequestTable,
+    shape: StepShape,
+    sampler: Sampler,
+    kept: _Processors,
+    bans: np.ndarray,
+    waiting: set[int],
+) -> np.ndarray:
+    """A new buffer of a group's processors, with the entries of its tables. The masks of `waiting`
+    requests are left open.
+    """
+    layout, rows = processor_layout(step.descriptor.requests, shape, sampler), step.rows
+    sizes = {"bias_row": len(kept.biased), "mask_row": len(kept.masked)}
+    buffer = processors_for(layout, {name: sizes[row] for name, row in TABLES.items()})
+    buffer[: len(kept.head)] = kept.head
     entries = tables_of(layout, buffer)
-    late = set() if waiting is None else set(waiting.tolist())
-    for index, mask in zip(masked.tolist(), entries["masks"], strict=True):
-        if index in late:
+    for index, mask in zip(kept.masked, entries["masks"], strict=True):
+        if index in waiting:
             continue  # `with_masks` brings it
         row = int(rows[index])
         mask[:] = _base_mask(table, row, shape.vocab_size) if row in table.masks else -1
         if len(bans) and bans[index]:
             _ban(mask, table.stop_ids[row], shape.vocab_size)
-    for index, ids, bias in zip(biased.tolist(), entries["bias_ids"], entries["bias"], strict=True):
+    for index, ids, bias in zip(kept.biased, entries["bias_ids"], entries["bias"], strict=True):
         own, numbers = table.biases[int(rows[index])]
         ids[: len(own)], ids[len(own) :] = own, -1
         bias[: len(own)], bias[len(own) :] = numbers, 0
     return buffer
-
-
-def _waiting(step: ScheduledStep, table: RequestTable) -> np.ndarray | None:
-    """The requests whose texts have a form and whose last token was not read back yet: what may
-    follow it is not known.
-    """
-    pending = np.flatnonzero((table.known[step.rows] == step.starts) & step.samples)
-    found = [index for index in pending.tolist() if step.requests[index].matcher is not None]
-    return np.asarray(found) if found else None
 
 
 def _base_mask(table: RequestTable, row: int, vocab_size: int) -> np.ndarray | None:

@@ -79,8 +79,8 @@ class Group:
         self._sampling: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int32))
         self.batch: tuple[Descriptor, np.ndarray] | None = None
         """What the packer keeps of a batch of these rows."""
-        self.processors: tuple[object, np.ndarray] | None = None
-        """What the packer keeps of their processors, and what these were made for."""
+        self.processors: object = None
+        """What the packer keeps of their processors."""
 
     def __len__(self) -> int:
         """Number of requests."""
@@ -150,9 +150,10 @@ class Group:
         return indices
 
     @cached_property
-    def has_matcher(self) -> bool:
-        """Whether the masks of a request change with its tokens."""
-        return any(request.matcher is not None for request in self.requests)
+    def matched(self) -> np.ndarray:
+        """The requests whose masks change with their tokens: their texts have a form."""
+        found = [i for i, request in enumerate(self.requests) if request.matcher is not None]
+        return np.array(found, np.int64)
 
     @cached_property
     def logprobs(self) -> bool:

@@ -217,14 +217,9 @@ def tables_of(layout: Layout, processors: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def processors_for(layout: Layout, counts: Mapping[str, int]) -> np.ndarray:
-    """A buffer with room for so many entries of each of TABLES, which are left open; -1 before
-    them.
-    """
-    head = layout.fields["bias_ids"].offset
+    """A buffer with room for so many entries of each of TABLES; all of it is left open."""
     size = sum(counts[name] * layout.fields[name].shape[1] for name in TABLES)
-    buffer = np.empty(head + size, np.int32)
-    buffer[:head] = -1
-    return buffer
+    return np.empty(layout.fields["bias_ids"].offset + size, np.int32)
 
 
 def with_all_entries(layout: Layout, processors: np.ndarray) -> np.ndarray:

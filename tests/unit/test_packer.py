@@ -468,9 +468,9 @@ def test_nothing_is_rebuilt_for_requests_that_did_not_change(
 ) -> None:
     """Steps of the same requests share their processors, and send each token of a history once."""
     built = []
-    build = packer._new_processors
+    build = packer._with_entries
     monkeypatch.setattr(
-        packer, "_new_processors", lambda *args: built.append(args[0]) or build(*args)
+        packer, "_with_entries", lambda *args: built.append(args[0]) or build(*args)
     )
     scheduler = make_scheduler()
     scheduler.add(make_request("plain", 3, max_tokens=26))
