@@ -317,6 +317,7 @@ class StepInputs:
                 run.shape
             )
         self._stage_pages(step, target)
+        target.new_column[:] = -1  # other programs have other fields there
         if step.sampler == "processed":
             self._stage_tokens(step, target)
         if host:
@@ -340,7 +341,6 @@ class StepInputs:
         those of requests that have more.
         """
         changes = self._history_entries.take(step)
-        target.new_column[:] = -1
         target.new_column[changes.indices] = changes.columns
         target.new_token[changes.indices] = changes.tokens
         for row, first, tokens in changes.spans:

@@ -139,6 +139,8 @@ def test_static_inputs_hold_what_the_steps_say():
                 for name, value in layout.views(buffer).items():
                     assert fields[name].numpy().tobytes() == value.tobytes(), (d, name)
             assert inputs.host_fields(d)["kv_lens"].tolist() == step.field("kv_lens").tolist()
+            # Whatever lay there before: a sampler that reads histories may run on this step's fields.
+            assert (fields["new_column"] == -1).all()
             put_pages(inputs.pages, fields["page_index"], fields["page_value"])
             for i in range(int(step.field("counts")[1])):
                 used = -(-int(step.field("kv_lens")[i] + (2 if loop else 0)) // PAGE)
