@@ -23,6 +23,7 @@ from twinfer.shared.config import EngineConfig
 from twinfer.shared.engine import Engine
 from twinfer.shared.errors import ConfigError
 from twinfer.shared.sampling_params import SamplingParams
+from twinfer.shared.step import history_rows
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300,
@@ -356,6 +357,32 @@ def test_a_live_engine_with_captures_keeps_its_page_groups(windowed, tmp_path):
     replay(bundle, [parse_target("torch:cpu")]).assert_ok()
     with pytest.raises(ConfigError, match="capture: keeps steps with page_groups True, got False"):
         engine(windowed, "torch", f"{tmp_path / 'kept'},step=6", page_groups=False)
+
+
+def test_a_live_engine_keeps_the_histories_of_its_steps(subject, tmp_path):
+    """A step brought one token of it; the bundle has all that were read back."""
+    made = engine(subject, "torch", f"{tmp_path / 'kept'},step=6")
+    prompts = np.random.default_rng(4).integers(0, 300, (2, 12))
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    made.add("free", prompts[0], params)
+    penalised = made.add("penalised", prompts[1], replace(params, presence_penalty=1.0))
+    while made.has_work:
+        made.step()
+    made.close()
+    recorded = bundles.read(str(made.worker.kept[0])).steps[0]
+    step = recorded.step
+    (history,), tokens = step.histories, [*prompts[1].tolist(), *penalised.output]
+    known = history[history >= 0].tolist()
+    assert len(known) > len(prompts[1])
+    assert known == tokens[: len(known)]
+    assert len(history_rows(step)) == 1
+    line = to_json(Recorded(step))
+    again = from_json(line, "line 1", subject).step
+    assert to_json(Recorded(again)) == line
+    assert np.array_equal(again.histories, step.histories)
+    line["processors"]["history_row"][0] = 9
+    with pytest.raises(NotComparable, match="history_row must be -1 to"):
+        from_json(line, "line 1", subject)
 
 
 def spoiled(made, monkeypatch, number, change):
