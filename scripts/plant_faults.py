@@ -313,8 +313,8 @@ FAULTS = (
     ),
     Fault(
         "prompt-logprobs-of-the-token-before", "torch", "shared/engine.py",
-        "                row = int(first[i]) + position - start\n",
-        "                row = int(first[i]) + max(0, position - start - 1)\n",
+        "            rows = list(range(int(first[i]), int(first[i]) + count))\n",
+        "            rows = [int(first[i]) + max(0, n - 1) for n in range(count)]\n",
         rf"torch:cpu, \w+, mode S: {BEHIND}",
     ),
     Fault(
