@@ -229,6 +229,9 @@ def narrow_product_kernel(
         else:
             of_first = tl.cast(expert, tl.int64) * N + n
             of_up = of_first
+        # Asked for with the weight: behind the sums they would be waited for once more.
+        share = _row_scales(scale, of_first, inside, K, KIND, GROUP)[None, :]
+        up_share = _row_scales(scale, of_up, inside, K, KIND, GROUP)[None, :] if GATED else share
         acc = tl.zeros([BLOCK_N, BLOCK_M] if LEFT else [BLOCK_M, BLOCK_N], tl.float32)
         up = acc
         for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
@@ -252,11 +255,11 @@ def narrow_product_kernel(
                 up = dot(u, a, up) if LEFT else dot(a, tl.trans(u), up)
         if LEFT:
             acc, up = tl.trans(acc), tl.trans(up)
-        acc *= _row_scales(scale, of_first, inside, K, KIND, GROUP)[None, :]
+        acc *= share
         if HAS_BIAS:
             acc += tl.load(bias + of_first, mask=inside, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            up *= _row_scales(scale, of_up, inside, K, KIND, GROUP)[None, :]
+            up *= up_share
             if HAS_BIAS:
                 up += tl.load(bias + of_up, mask=inside, other=0.0).to(tl.float32)[None, :]
             acc = _between(acc, up, alpha, limit, CLAMPED, GELU)
