@@ -118,7 +118,7 @@ def test_triton_decode_in_parts(kernels, device, dtype, reach, programs, chunk, 
     setting = kernels.config("decode", dtype)
     before = dict(setting)
     try:
-        setting.update(programs=programs, chunk=chunk, least=chunk, parts=parts)
+        setting.update(programs=programs, chunk=chunk, parts=parts)
         judge("paged_attention", arguments | reach, device)
         first, second = (
             run("paged_attention", "torch", "triton", arguments, device)[0] for _ in range(2)
