@@ -135,7 +135,7 @@ def test_triton_decode_in_parts(kernels, device, dtype, reach, programs, chunk, 
     setting = kernels.config("decode", dtype)
     before = dict(setting)
     try:
-        setting.update(programs=programs, chunk=chunk, least=chunk, parts=parts)
+        setting.update(programs=programs, chunk=chunk, parts=parts)
         judge("paged_attention", arguments | reach, device)
         first, second = (
             run("paged_attention", "torch", "triton", arguments, device)[0] for _ in range(2)
@@ -148,6 +148,37 @@ def test_triton_decode_in_parts(kernels, device, dtype, reach, programs, chunk, 
     from twinfer.gpu.kernels.counters import counters
 
     assert not counters(torch.zeros(1, device=device).device).any()
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(("rows", "act"), [(3, "silu"), (20, "gelu"), (64, "silu")])
+def test_products_of_some_rows_apply_the_activation(kernels, device, rows, act, parts):
+    """Gate and up in one launch, whole or from parts of k, as from two."""
+    import torch
+
+    from twinfer.gpu.kernels import gemv
+    from twinfer.gpu.kernels import rows as row_kernels
+
+    numbers = torch.Generator().manual_seed(rows)
+    x, weight, bias = (
+        torch.randn(shape, generator=numbers).to(device, torch.bfloat16)
+        for shape in ((rows, 640), (180, 640), (180,))
+    )
+    whole = torch.nn.functional.linear(x, weight, bias)
+    if act == "silu":
+        want = row_kernels.silu_and_mul(whole)
+    else:
+        want = row_kernels.gelu_and_mul(whole, "tanh")
+    setting = kernels.config("gated")
+    before = dict(setting)
+    try:
+        setting.update(parts=parts)
+        found = gemv._skinny(x, weight, bias, x.dtype, act=act)
+    finally:
+        setting.clear()
+        setting.update(before)
+    off = (found.float() - want.float()).norm() / want.float().norm()
+    assert off < 3e-3, off
 
 
 def test_when_requests_are_split_together(kernels):

@@ -39,7 +39,7 @@ def section():
 
 @pytest.mark.parametrize(
     ("link", "measured", "stated"),
-    [("nccl", "two, NCCL", "NCCL"), ("peers", "two, peers (the default)", "peers")],
+    [("nccl", "two, NCCL", "NCCL"), ("peers", "two, peers, 2026-11-25", "peers")],
 )
 def test_the_model_is_as_far_off_as_is_said(link, measured, stated):
     text = section()
