@@ -131,13 +131,9 @@ VARIANTS = {
 
 # The JAX worker, whose programs take half a minute of compiling for each, is given all of them in
 # `make test-slow`.
-ON_JAX = ["tiny cache"]
 ON_A_GPU = ["plain", "tiny cache"]
 CASES = [
-    *(
-        pytest.param(name, "jax", marks=() if name in ON_JAX else pytest.mark.slow)
-        for name in VARIANTS
-    ),
+    *(pytest.param(name, "jax", marks=pytest.mark.slow) for name in VARIANTS),
     *(
         pytest.param(name, "torch", marks=pytest.mark.gpu if name in ON_A_GPU else ())
         for name in VARIANTS

@@ -277,6 +277,7 @@ def test_padding_has_a_slot_with_memory_on_a_gpu(device):
     cache.free()
 
 
+@pytest.mark.slow
 @in_a_process_of_its_own("cpu")
 def test_native_writes_start_and_serve_on_a_reserved_cache(as_on_a_gpu, device):
     with LLM("demo", **as_on_a_gpu, num_pages=24) as llm:

@@ -406,6 +406,7 @@ def test_inductor_left_out_at_level_2_traces_only(start):
 SIZES = {"compile_sizes": [2], "compile_ranges": [[3, 4], [10, 20]]}
 
 
+@pytest.mark.slow
 def test_sizes_and_ranges_have_code_of_their_own(start):
     """Static for a size, open within a range; all others share the general code. Inductor gets
     the options.
@@ -423,7 +424,13 @@ PIECEWISE = {
 }
 
 
-@pytest.mark.parametrize("name", PIECEWISE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if use_inductor else ())
+        for name, (use_inductor, *_) in PIECEWISE.items()
+    ],
+)
 def test_the_piecewise_road_compiles_the_pieces_between_attention(start, name):
     use_inductor, options, pieces = PIECEWISE[name]
     seen, whole = start(level=3, road="piecewise", use_inductor=use_inductor, **options)

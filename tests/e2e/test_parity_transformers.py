@@ -104,7 +104,7 @@ def logits_of(engine, tokens, chunk=128):
 # The JAX worker, whose programs take half a minute of compiling for each, is given all of them in
 # `make test-slow`. Gemma 3 has windows, and what is in the folder of a Mistral 3 is read alike for
 # both.
-ON_JAX = ["granite", "gemma3", "qwen3-moe"]
+ON_JAX = ["granite", "gemma3"]
 ON_A_GPU = [
     "llama-biases-head96",
     "mistral-mqa",

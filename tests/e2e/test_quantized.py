@@ -192,8 +192,8 @@ def logits(model, prompt):
 @pytest.mark.parametrize(
     ("scheme", "backend"),
     [
-        ("packed-zeros", "torch"),
-        pytest.param("int8", "torch", marks=pytest.mark.slow),
+        pytest.param("packed-zeros", "torch", marks=pytest.mark.slow),
+        ("int8", "torch"),
         pytest.param("packed-zeros", "jax", marks=pytest.mark.slow),
         pytest.param("int8", "jax", marks=pytest.mark.slow),
     ],

@@ -79,7 +79,8 @@ def test_company_changes_no_bit(backend, model, device, tmp_path):
     assert changed == 0
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_without_it_company_changes_bits(backend, device, tmp_path):
     """Else the test above could not fail. The C kernels of CPUs change none anyway."""
     build("qwen3", str(tmp_path / "it"))

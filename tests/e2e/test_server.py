@@ -268,7 +268,14 @@ def _processor_seconds(server):
     return sum(int(ticks) for part in parts for ticks in part) / clock
 
 
-@pytest.mark.parametrize("form", HOSTILE + ENDLESS, ids=lambda form: str(form)[:24])
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(form, marks=pytest.mark.slow if number % 3 else ())
+        for number, form in enumerate(HOSTILE + ENDLESS)
+    ],
+    ids=lambda form: str(form)[:24],
+)
 def test_a_form_is_answered_or_refused_within_two_seconds(form, server):
     """Of processor time, as others are at work too; and a stream beside it goes on."""
     free = {"prompt": "x", "max_tokens": 120, "ignore_eos": True, "temperature": 0}

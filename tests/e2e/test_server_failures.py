@@ -573,6 +573,7 @@ def test_keys_do_not_share_prefixes():
         assert cached("two", cache_salt="a") == 0
 
 
+@pytest.mark.slow
 def test_more_than_may_wait_is_refused_and_the_rest_is_served():
     flags = ["--max-num-seqs", "2", "--max-num-queued-reqs", "4", "--max-num-queued-tokens", "500"]
     with served(*FLAGS, *flags) as server:

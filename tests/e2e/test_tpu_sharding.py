@@ -90,6 +90,7 @@ def test_the_same_tokens_on_1_2_4_and_8_shards(checkpoints):
     assert all(len(r["kv"]) == r["shards"] for r in runs)
 
 
+@pytest.mark.slow
 def test_the_same_tokens_on_1_and_4_shards_and_nothing_compiles_after_ready(checkpoints):
     """4 heads in 2 groups, biases, a vocabulary and an MLP that 4 does not divide (997, 112
     does).

@@ -98,7 +98,9 @@ def test_what_is_read_is_what_was_written(subject, stored, tmp_path):
         bundles.write(two, str(stored))
 
 
-@pytest.mark.parametrize(("recorded", "other"), [("jax", "torch"), ("torch", "jax")])
+@pytest.mark.parametrize(
+    ("recorded", "other"), [pytest.param("jax", "torch", marks=pytest.mark.slow), ("torch", "jax")]
+)
 def test_a_bundle_replays_on_the_other_backend(subject, stored, tmp_path, recorded, other):
     folder = stored
     if recorded == "jax":

@@ -1,7 +1,6 @@
 """What one side drew and the other computed: importance ratios, drift, perplexity."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -58,7 +57,7 @@ def serving(monkeypatch, change):
 
 
 def scale(top, factor):
-    return {token: replace(entry, logprob=entry.logprob * factor) for token, entry in top.items()}
+    return {token: entry._replace(logprob=entry.logprob * factor) for token, entry in top.items()}
 
 
 @pytest.mark.parametrize("side", ["a", "b"])

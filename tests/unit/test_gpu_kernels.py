@@ -66,6 +66,17 @@ QUICK = " and not ".join(
         "measured[5376",
         "measured[20480",
         "measured[43008",
+        "blocks_of_experts[70",
+        "blocks_of_experts[150",
+        "blocks_of_experts[300",
+        "experts_of_fp8[12",
+        "experts_of_fp8[4",
+        "activation[64",
+        "int4[16",
+        "int4[9",
+        "experts[bfloat16-130",
+        "mixed_steps[heads1",
+        "parts[many",
     ]
 )
 """Attention, experts and the MLP of few bits have tests of their own in this file, which are smaller

@@ -120,7 +120,7 @@ def test_rows_go_out_and_come_back(road):
     np.testing.assert_array_equal(back, x)
 
 
-@pytest.mark.parametrize("road", ["torch", "jax compiled"])
+@pytest.mark.parametrize("road", ["torch", pytest.param("jax compiled", marks=pytest.mark.slow)])
 def test_processes_with_a_part_of_the_experts_add_up_to_the_block(road):
     rng = np.random.default_rng(2)
     x, logits = (

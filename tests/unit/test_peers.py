@@ -34,7 +34,9 @@ def run(tmp_path, world, dtype):
     assert found == [0] * len(started), "\n".join(said)
 
 
-@pytest.mark.parametrize(("world", "dtype"), [(2, "bfloat16"), (3, "float32")])
+@pytest.mark.parametrize(
+    ("world", "dtype"), [(2, "bfloat16"), pytest.param(3, "float32", marks=pytest.mark.slow)]
+)
 def test_a_few_rows_are_summed_in_the_order_of_ranks(tmp_path, world, dtype):
     """And the most probable tokens chosen; a peer that does not come makes all of it NaN, or no
     token.

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from twinfer.ops import resolve
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +117,7 @@ print(json.dumps([plan["silu_and_mul"].uuid, plan.hash, resolve("numpy").hash]))
 """
 
 
+@pytest.mark.slow
 def test_the_helpers_of_a_provider_from_outside_count(tmp_path):
     """Its own, in its package, in its distribution or in none, by source; those of other
     distributions by version.

@@ -200,7 +200,13 @@ NARROW_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", NARROW_FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, marks=() if "zero" in fault else pytest.mark.slow)
+        for fault in NARROW_FAULTS
+    ],
+)
 def test_wrong_kernels_of_narrow_weights_are_rejected(fault, monkeypatch):
     given = projection("int4", 32)
     assert right("linear_grouped", given, by_groups(given))

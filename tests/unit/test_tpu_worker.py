@@ -238,7 +238,7 @@ class Tables:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_tables_on_the_devices_hold_what_a_step_says(seed, whole):
     """Also when it is too much for the buffer of a step: each row that is new brings up to 32
     pages.
