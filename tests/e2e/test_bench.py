@@ -79,6 +79,7 @@ def test_long_contexts(tmp_path, device, capsys):
     assert "3 turns of 2 after 20" in out
 
 
+@pytest.mark.slow
 def test_start_is_measured_in_processes_of_their_own(tmp_path, device):
     start = bench([*OFFLINE, "--only", "start"], tmp_path, device)["figures"]["start"]
     for row in start.values():

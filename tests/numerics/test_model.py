@@ -95,18 +95,12 @@ def compare(where: Any, backend: str, mode: str, fault: Fault | None = None) -> 
     return Comparison(run, {backend: side}, mode).run(steps)  # type: ignore[arg-type]
 
 
-def jax_slow(values: list[tuple[str, Any]], quick: tuple[str, ...]) -> list[Any]:
-    """(backend, value) for all; compiling for JAX takes seconds, so there only `quick` ones are
-    in every test run.
-    """
+def jax_slow(values: list[tuple[str, Any]]) -> list[Any]:
+    """(backend, value) for all; compiling for JAX takes seconds, so those are not in every run."""
     return [
-        pytest.param(
-            backend,
-            value,
-            marks=[pytest.mark.slow] if backend == "jax" and name not in quick else [],
-        )
+        pytest.param(backend, value, marks=[pytest.mark.slow] if backend == "jax" else [])
         for backend in ("jax", "torch")
-        for name, value in values
+        for _name, value in values
     ]
 
 
@@ -123,7 +117,7 @@ CORRECT = [
 ]
 
 
-@pytest.mark.parametrize(("backend", "config"), jax_slow(CORRECT, ("qwen3",)))
+@pytest.mark.parametrize(("backend", "config"), jax_slow(CORRECT))
 def test_a_correct_backend_passes(tmp_path, backend, config):
     diff = compare(subject(tmp_path, config), backend, "P")
     diff.assert_ok()
@@ -186,7 +180,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("backend", "name"), jax_slow([(n, n) for n in FAULTS], ()))
+@pytest.mark.parametrize(("backend", "name"), jax_slow([(n, n) for n in FAULTS]))
 def test_a_planted_fault_is_found_in_its_op_and_layer(tmp_path, backend, name):
     mode, ops, op = FAULTS[name]
     diff = compare(subject(tmp_path, SMALL), backend, mode, Fault(name, ops=ops, layer=1))
@@ -272,7 +266,7 @@ def in_bfloat16(x: float) -> float:
 
 @pytest.mark.parametrize(
     ("backend", "layer"),
-    jax_slow([("inside", 1), ("outside", -1)], ()),
+    jax_slow([("inside", 1), ("outside", -1)]),
 )
 def test_a_multiplier_that_is_rounded_is_found(tmp_path, backend, layer):
     """In bfloat16 0.22 is off by 0.1 %, and 1 / 13, outside of the layers, by 0.3 %."""

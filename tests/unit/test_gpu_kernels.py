@@ -77,6 +77,18 @@ QUICK = " and not ".join(
         "experts[bfloat16-130",
         "mixed_steps[heads1",
         "parts[many",
+        "blocks_of_experts[33",
+        "experts_of_fp8[",
+        "activation[20",
+        "[moe_experts-torch-triton]",
+        "mixed_steps[heads4",
+        "experts[float32-40",
+        "experts[float16-90",
+        "norm_rope_write_kv-torch-triton]",
+        "measured[2560-10240",
+        "experts_of_mxfp4[15",
+        "experts_of_mxfp4[9",
+        "merges_parts",
     ]
 )
 """Attention, experts and the MLP of few bits have tests of their own in this file, which are smaller

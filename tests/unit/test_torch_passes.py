@@ -248,7 +248,7 @@ def neighbours(ops, x, residual, w):
     return ops.linear(ops.silu_and_mul(ops.linear(hidden, gate_up, None)), down, None), total
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_fusion_of_neighbours(inner):
     plan = resolve("torch")
     backend = passes_backend(plan, inner)
