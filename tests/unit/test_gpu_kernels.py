@@ -176,7 +176,11 @@ def test_triton_decode_in_parts(kernels, device, dtype, reach, programs, chunk, 
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize(("rows", "act"), [(3, "silu"), (20, "gelu"), (64, "silu")])
 def test_products_of_some_rows_apply_the_activation(kernels, device, rows, act, parts):
-    """Gate and up in one launch, whole or from parts of k, as from two."""
+    """Gate and up in one launch, whole or from parts of k, as from two.
+
+    The product is rounded once, as the op says. cuBLAS may round the parts of a product of
+    bfloat16 as well, so it is no judge of 0.3 %.
+    """
     import torch
 
     from twinfer.gpu.kernels import gemv
@@ -187,7 +191,7 @@ def test_products_of_some_rows_apply_the_activation(kernels, device, rows, act, 
         torch.randn(shape, generator=numbers).to(device, torch.bfloat16)
         for shape in ((rows, 640), (180, 640), (180,))
     )
-    whole = torch.nn.functional.linear(x, weight, bias)
+    whole = torch.nn.functional.linear(x.double(), weight.double(), bias.double()).to(x.dtype)
     if act == "silu":
         want = row_kernels.silu_and_mul(whole)
     else:
