@@ -104,7 +104,12 @@ def check_interrupted(llm, want, lines):
     return interrupted
 
 
-@pytest.fixture(params=["jax-prefix", pytest.param("torch-loops", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[
+        pytest.param("jax-prefix", marks=pytest.mark.slow),
+        pytest.param("torch-loops", marks=pytest.mark.gpu),
+    ]
+)
 def quick(request, checkpoints, device):
     backend, setting = request.param.split("-")
     with open_llm(checkpoints, backend, device, setting) as llm:
@@ -353,7 +358,7 @@ def not_finite(checkpoints, tmp_path_factory):
 @pytest.mark.parametrize(
     ("backend", "setting"),
     [
-        ("jax", "loops"),
+        pytest.param("jax", "loops", marks=pytest.mark.slow),
         pytest.param("jax", "prefix", marks=pytest.mark.slow),
         pytest.param("torch", "loops", marks=pytest.mark.gpu),
         pytest.param("torch", "prefix", marks=pytest.mark.gpu),

@@ -89,6 +89,19 @@ QUICK = " and not ".join(
         "experts_of_mxfp4[15",
         "experts_of_mxfp4[9",
         "merges_parts",
+        "experts[bfloat16-1",
+        "parts[bfloat16-reach4",
+        "parts[bfloat16-reach5",
+        "parts[bfloat16-reach6",
+        "parts[float16-reach2",
+        "few_tokens[fp4",
+        "case[moe_route-torch-triton",
+        "measured[16384",
+        "measured[6144",
+        "int4[2-False",
+        "experts_of_mxfp4[1",
+        "experts_of_mxfp4[4",
+        "mask_leaves[True",
     ]
 )
 """Attention, experts and the MLP of few bits have tests of their own in this file, which are smaller
