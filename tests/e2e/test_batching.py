@@ -238,7 +238,9 @@ def test_another_engine_that_starts_is_not_counted(checkpoints, backend, device)
     second.close()
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "gemma4-experts"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-moe", pytest.param("gemma4-experts", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "backend",
     [pytest.param("torch", marks=pytest.mark.gpu), pytest.param("jax", marks=pytest.mark.slow)],

@@ -354,8 +354,13 @@ def overwriting(providers):
     return resolve("torch", {"rms_norm": ("over",), "fused_add_rms_norm": ("over",)})
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-@pytest.mark.parametrize("fused", ["over", "composition"])
+@pytest.mark.parametrize(
+    ("fused", "inner"),
+    [
+        ("over", "eager"), ("composition", "eager"), ("composition", "inductor"),
+        pytest.param("over", "inductor", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_both_roads_agree_where_ops_write_in_place(overwriting, inner, fused):
     """With results of its own beside the state that it writes, too: norm_rope_write_kv."""
     plan = resolve(

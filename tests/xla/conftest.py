@@ -2,9 +2,11 @@
 is collected.
 """
 
+import importlib
 import importlib.util
 import os
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -17,15 +19,15 @@ else:
 
 
 def sibling(name):
-    """A module of the other tests, by its path below tests/."""
+    """A module of the other tests, by its path below tests/. Its folder is a package of its own
+    name here, so that the module may import its neighbours.
+    """
     path = Path(__file__).parents[1] / name
-    key = f"of_{path.parent.name}_{path.stem}"
-    if key not in sys.modules:
-        spec = importlib.util.spec_from_file_location(key, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[key] = module
-        spec.loader.exec_module(module)
-    return sys.modules[key]
+    package = f"of_{path.parent.name}"
+    if package not in sys.modules:
+        sys.modules[package] = types.ModuleType(package)
+        sys.modules[package].__path__ = [str(path.parent)]
+    return importlib.import_module(f"{package}.{path.stem}")
 
 
 if "collect_ignore_glob" not in globals():
