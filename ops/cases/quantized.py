@@ -5,6 +5,7 @@ adapters.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -440,12 +441,14 @@ def _grouped_cases(dtype: str) -> dict[str, Arguments]:
     return cases
 
 
-def _grouped_products(arguments: Arguments) -> Any:
+def _grouped_products(arguments: Arguments, chained: bool = True) -> Any:
     wide = narrow.widened_weight(
         namespace("numpy"), arguments["weight"], arguments["scale"].astype(np.float64),
         arguments["zero"], arguments["kind"],
     )  # fmt: skip
     size = np.abs(arguments["x"].astype(np.float64)) @ np.abs(wide).T
+    if chained:
+        size = size * chain(arguments["x"].shape[1])
     return size if arguments["bias"] is None else size + np.abs(arguments["bias"])
 
 
@@ -479,8 +482,9 @@ judged(
         ),
         "no bias": altered(narrow.linear_grouped, bias=lambda _: None),
     },
-    bound=Bound(accumulated=16.0, inner=1.0, reason="the weight may be rounded to the dtype of x"),
+    bound=Bound(inner=1.0, reason="the weight may be rounded to the dtype of x"),
     magnitude=_grouped_products,
+    rounded=partial(_grouped_products, chained=False),
     rows=("x",),
 )
 

@@ -15,6 +15,8 @@ from twinfer.ops.cases import load_all
 from twinfer.ops.cases.attention import BELOW_ONE, equal_values
 from twinfer.ops.choosing import last_implementation
 from twinfer.ops.implement import IMPLEMENTATIONS
+from twinfer.ops.namespaces import namespace
+from twinfer.ops.reference import narrow
 from twinfer.ops.testing import (
     TESTING,
     Bound,
@@ -446,6 +448,26 @@ BOUNDED = [
 @pytest.mark.parametrize("op", BOUNDED)
 def test_a_blind_bound_is_found(op):
     assert undetected(op, replace(TESTING[op], bound=Bound(roundings=inf)))
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c.name) for c in ci_cases(TESTING["linear_grouped"], "float32")]
+)
+def test_a_product_in_the_plainest_order_keeps_the_bound(case):
+    """One sum in float32, entry by entry, as XLA adds up small products on a CPU: the contract
+    leaves the order open, also for many entries.
+    """
+    a = case.arguments
+    wide = narrow.widened_weight(
+        namespace("numpy"), a["weight"], a["scale"].astype(np.float32), a["zero"], a["kind"]
+    ).astype(np.float32)
+    total = np.zeros((len(a["x"]), len(wide)), np.float32)
+    for column, entry in zip(a["x"].T, wide.T, strict=True):
+        total += column[:, None] * entry
+    if a["bias"] is not None:
+        total += a["bias"]
+    verdict = Judge("linear_grouped", a)([total])
+    assert verdict.passed, verdict
 
 
 def test_blind_cases_are_found():
