@@ -427,6 +427,18 @@ def test_products_of_some_rows_compile(compiled, rows, act):
     assert compiled == ["skinny_kernel"]
 
 
+@pytest.mark.parametrize("rows", [3, 64, 256])
+@pytest.mark.parametrize(("act", "parts"), [("", 1), ("", 3), ("silu", 2)])
+def test_products_by_tiles_compile(compiled, rows, act, parts):
+    """Weights that no block divides, with a bias, for Hopper's tensor cores and copy engine."""
+    from twinfer.gpu.kernels import gemv
+
+    x, weight = (torch.zeros((n, 520), dtype=torch.bfloat16) for n in (rows, 200))
+    blocks = {"block_n": 64, "parts": parts, "stages": 3, "warps": 4, "registers": 168}
+    gemv._tiled(x, weight, torch.zeros(200, dtype=x.dtype), x.dtype, blocks, act=act)
+    assert compiled == ["tile_kernel"]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("world", [2, 4])
 def test_sums_over_peers_compile(compiled, dtype, world):
@@ -434,15 +446,15 @@ def test_sums_over_peers_compile(compiled, dtype, world):
 
     words = torch.zeros(world, dtype=torch.int64)
     counts = torch.zeros(8, dtype=torch.int32)
-    boxes = reduce.Boxes(8, words, counts, counts)
-    peers = reduce.Peers(world - 1, world, 64, 4096, dtype, (), words, words, counts, boxes, boxes)
+    boxes = reduce.Boxes(512, words, counts, counts)
+    peers = reduce.Peers(world - 1, world, 4096, dtype, (), boxes, boxes)
     weight = torch.zeros(4096, dtype=dtype)
-    for rows in (3, 9):
+    for rows in (3, 200, 300):
         x = torch.zeros((rows, 4096), dtype=dtype)
         reduce._launch(peers, x, x.clone(), weight, 1e-6)
         reduce._launch(peers, x, None, None, 0.0)
     reduce._best(peers, torch.zeros(3, dtype=torch.int32), torch.zeros(3, 500))
-    assert compiled == ["reduce_few_kernel"] * 2 + ["reduce_kernel"] * 2 + ["best_kernel"]
+    assert compiled == ["reduce_kernel"] * 6 + ["best_kernel"]
 
 
 @pytest.mark.parametrize("chip", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
