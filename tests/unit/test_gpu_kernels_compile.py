@@ -2,6 +2,8 @@
 shows what they compute, takes programs that the compiler refuses.
 """
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,6 +24,8 @@ DTYPES = {
     torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8",
     torch.uint32: "u32",
 }  # fmt: skip
+SHARED_MEMORY = 227 << 10
+"""Of a program on Hopper."""
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 
 
@@ -78,7 +82,8 @@ def compiled(hopper, monkeypatch):
             {(i,): bound[n] for i, n in enumerate(kernel.arg_names) if n in constants},
         )
         if source.hash() not in done:
-            triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            assert made.metadata.shared <= SHARED_MEMORY
             done.add(source.hash())
         names.append(kernel.fn.__name__)
 
@@ -436,6 +441,29 @@ def test_products_by_tiles_compile(compiled, rows, act, parts):
     x, weight = (torch.zeros((n, 520), dtype=torch.bfloat16) for n in (rows, 200))
     blocks = {"block_n": 64, "parts": parts, "stages": 3, "warps": 4, "registers": 168}
     gemv._tiled(x, weight, torch.zeros(200, dtype=x.dtype), x.dtype, blocks, act=act)
+    assert compiled == ["tile_kernel"]
+
+
+def measured_tiles():
+    """What `configs.json` has of products by tiles, by shape and rows."""
+    path = Path(__file__).parents[2] / "gpu/kernels/configs.json"
+    for entries in json.loads(path.read_text(encoding="utf-8"))["chips"].values():
+        for name, blocks in entries.items():
+            if "tiles/" in name:
+                yield name, blocks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "blocks"), list(measured_tiles()))
+def test_products_by_tiles_that_were_measured_fit(compiled, name, blocks):
+    """With results of twice the size, which logits are."""
+    from twinfer.gpu.kernels import gemv
+
+    rows = int(name.rpartition("/")[2])
+    x, weight = (torch.zeros((n, 1024), dtype=torch.bfloat16) for n in (rows, 512))
+    act = "silu" if name.startswith("gated") else ""
+    dtype = x.dtype if act else torch.float32
+    gemv._tiled(x, weight, None, dtype, blocks, act=act)
     assert compiled == ["tile_kernel"]
 
 
