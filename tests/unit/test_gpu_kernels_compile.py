@@ -444,6 +444,28 @@ def test_products_by_tiles_compile(compiled, rows, act, parts):
     assert compiled == ["tile_kernel"]
 
 
+@pytest.mark.parametrize(
+    ("rows", "k", "kernel"),
+    [(2, 256, "gemv"), (3, 256, "tile"), (17, 256, "tile"), (3, 250, "skinny")],
+)
+def test_who_multiplies_a_few_rows(compiled, monkeypatch, rows, k, kernel):
+    """Tiles where they were measured, and the copy engine can find the rows."""
+    from twinfer.gpu.kernels import gemv
+
+    blocks = {"block_n": 64, "parts": 1, "stages": 3, "warps": 4, "registers": 128}
+    for what in ("tiles", "gated_tiles"):
+        for name, value in blocks.items():
+            monkeypatch.setitem(gemv.config(what), name, value)
+    x, weight, down = (
+        torch.zeros(shape, dtype=torch.bfloat16) for shape in ((rows, k), (64, k), (k, 32))
+    )
+    gemv.linear(x, weight, None)
+    gemv.logits(x, weight)
+    gemv.gated_mlp(x, weight, None, down, None)
+    assert compiled[:2] == [f"{kernel}_kernel"] * 2
+    assert f"{kernel}_kernel" in compiled[2:]
+
+
 def measured_tiles():
     """What `configs.json` has of products by tiles, by shape and rows."""
     path = Path(__file__).parents[2] / "gpu/kernels/configs.json"
