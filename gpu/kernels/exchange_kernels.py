@@ -1,9 +1,8 @@
-"""Rows that ranks send into each other's memory, for a few rows, whose time is that of the way.
+"""What ranks exchange of the most probable tokens, and what all exchanges share.
 
-Every value travels in a word of twice its size, whose other half is the number of the exchange. A
-reader looks at its own memory until all words have that number: no flag, and nothing that waits
-for writes to have arrived before a flag may say so. It is twice the bytes, and half the time where
-there are few.
+Ranks send into each other's memory. Every value travels in a word of twice its size, whose other
+half is the number of the exchange. A reader looks at its own memory until all words have that
+number: no flag, and nothing that waits for writes to have arrived before a flag may say so.
 
 Each row has a count of its exchanges, which all ranks keep alike, as they make the same calls. Its
 words lie in one of two places by turns. Two are enough: who has begun the exchange after the next
@@ -23,106 +22,35 @@ the ranks has ended them by then.
 
 @triton.jit
 def _numbered(values, number):
-    """Values of 16 or 32 bits as words of twice that, with the number above."""
-    if values.dtype.primitive_bitwidth == 16:
-        bits = values.to(tl.uint16, bitcast=True).to(tl.uint32)
-        return bits | (number.to(tl.uint32) << 16)
-    else:
-        bits = values.to(tl.uint32, bitcast=True).to(tl.uint64)
-        return bits | (number.to(tl.uint32).to(tl.uint64) << 32)
+    """Values of 32 bits as words of twice that, with the number above."""
+    bits = values.to(tl.uint32, bitcast=True).to(tl.uint64)
+    return bits | (number.to(tl.uint32).to(tl.uint64) << 32)
 
 
 @triton.jit
-def _behind(words, number, mask, BITS: tl.constexpr):
+def _behind(words, number, mask):
     """1 if any of the words is of another exchange, else 0."""
-    upper = number.to(tl.uint32).to(words.dtype) << BITS
-    return tl.max((mask & (((words ^ upper) >> BITS) != 0)).to(tl.int32), 0)
+    upper = number.to(tl.uint32).to(tl.uint64) << 32
+    return tl.max((mask & (((words ^ upper) >> 32) != 0)).to(tl.int32), 0)
 
 
 @triton.jit
 def _awaited(place, number, mask, dtype: tl.constexpr):
     """(values, 1 if they never came, else 0) of the words of exchange `number` at `place`."""
-    bits: tl.constexpr = dtype.primitive_bitwidth
     words = tl.load(place, mask=mask, other=0, volatile=True)
-    behind = _behind(words, number, mask, bits)
+    behind = _behind(words, number, mask)
     spins = 0
     while (behind > 0) & (spins < SPINS):
         words = tl.load(place, mask=mask, other=0, volatile=True)
-        behind = _behind(words, number, mask, bits)
+        behind = _behind(words, number, mask)
         spins += 1
-    if bits == 16:
-        return words.to(tl.uint16).to(dtype, bitcast=True), behind
-    else:
-        return words.to(tl.uint32).to(dtype, bitcast=True), behind
+    return words.to(tl.uint32).to(dtype, bitcast=True), behind
 
 
 @triton.jit
-def _words_of(boxes, rank, BITS: tl.constexpr):
-    """Where a rank's words lie. The compiler has to be told that wide loads may read them."""
-    if BITS == 16:
-        return tl.multiple_of(tl.load(boxes + rank).to(tl.pointer_type(tl.uint32)), 16)
-    else:
-        return tl.multiple_of(tl.load(boxes + rank).to(tl.pointer_type(tl.uint64)), 16)
-
-
-@triton.jit(do_not_specialize=["max_rows"])
-def reduce_few_kernel(
-    x, residual, weight, boxes, counts, late, eps, x_stride, residual_stride, max_rows,
-    N: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    NORM: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Grid (row). x becomes the sum of x over all ranks, in their order; with NORM the residual
-    becomes its sum with that, and x the norm of it.
-
-    `boxes` [rank] int64 are addresses on each rank, of [2, rank, max_rows, N] words. `counts`
-    [max_rows] int32: how many sums each row had, which wraps. `late` [1] int32 is 1 once a peer did
-    not come, after which all sums are NaN.
-    """
-    row = tl.program_id(0)
-    n = tl.arange(0, BLOCK_N)
-    mask = n < N
-    dtype: tl.constexpr = x.dtype.element_ty
-    bits: tl.constexpr = dtype.primitive_bitwidth
-    if NORM:
-        w = tl.load(weight + n, mask=mask, other=0.0).to(tl.float32)
-    mine = _words_of(boxes, RANK, bits)
-    wait(OVERLAP)
-    number = tl.load(counts + row) + 1
-    turn = (number & 1).to(tl.int64) * WORLD
-    at_x = x + row.to(tl.int64) * x_stride + n
-    own = tl.load(at_x, mask=mask, other=0.0)
-    words = _numbered(own, number)
-    for peer in tl.static_range(WORLD):
-        if peer != RANK:
-            place = ((turn + RANK) * max_rows + row) * N + n
-            tl.store(_words_of(boxes, peer, bits) + place, words, mask=mask)
-    at_residual = residual + row.to(tl.int64) * residual_stride + n
-    before = tl.zeros([BLOCK_N], tl.float32)
-    if NORM:
-        before = tl.load(at_residual, mask=mask, other=0.0).to(tl.float32)
-    missing = tl.load(late)
-    total = tl.zeros([BLOCK_N], tl.float32)
-    for peer in tl.static_range(WORLD):
-        if peer == RANK:
-            total += own.to(tl.float32)
-        else:
-            place = ((turn + peer) * max_rows + row) * N + n
-            part, never = _awaited(mine + place, number, mask, dtype)
-            missing = tl.maximum(missing, never)
-            total += part.to(tl.float32)
-    tl.store(counts + row, number)
-    if missing > 0:
-        tl.store(late, 1)
-    total = tl.where(missing > 0, float("nan"), total)
-    if NORM:
-        # As the parts rounded to what a sum of its own would give.
-        total = total.to(dtype).to(tl.float32) + before
-        rounded = total.to(residual.dtype.element_ty)
-        tl.store(at_residual, rounded, mask=mask)
-        y = tl.where(mask, rounded.to(tl.float32), 0.0)
-        scale = tl.rsqrt(tl.sum(y * y, 0) / N + eps)
-        total = y * scale * w
-    tl.store(at_x, total.to(dtype), mask=mask)
+def memory_of(addresses, rank, dtype: tl.constexpr):
+    """What lies at a rank's address. The compiler has to be told that wide loads may read it."""
+    return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit(do_not_specialize=["rows", "words", "stride", "max_rows"])
@@ -134,11 +62,13 @@ def best_kernel(
     from that of each shard's words, `tokens` (-1: a logit was not finite), and this shard's
     `logits` [row words]. -1 if any shard says so, or does not come.
 
-    `boxes`: addresses of [2, rank, value or word, max_rows] words; `counts` and `late` as above.
+    `boxes` [rank] int64 are addresses on each rank, of [2, rank, value or word, max_rows] words.
+    `counts` [max_rows] int32: how many exchanges each row had, which wraps. `late` [1] int32 is 1
+    once a peer did not come, after which nothing is exchanged any more.
     """
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = r < rows
-    mine = _words_of(boxes, RANK, 32)
+    mine = memory_of(boxes, RANK, tl.uint64)
     wait(OVERLAP)
     number = tl.load(counts + r, mask=mask, other=0) + 1
     turn = (number & 1) * WORLD
@@ -149,7 +79,7 @@ def best_kernel(
     own_word = tl.where(token < 0, -1, token + RANK * words)
     for peer in tl.static_range(WORLD):
         if peer != RANK:
-            there = _words_of(boxes, peer, 32) + (turn + RANK) * 2 * max_rows + r
+            there = memory_of(boxes, peer, tl.uint64) + (turn + RANK) * 2 * max_rows + r
             tl.store(there, _numbered(own, number), mask=mask)
             tl.store(there + max_rows, _numbered(own_word, number), mask=mask)
     missing = tl.load(late)

@@ -2,7 +2,7 @@
 else cuBLAS.
 
 Which rows go where is fixed by shapes: `configs.json` says up to how many rows each kernel was
-faster.
+faster, and which blocks `tile_kernel` has where that one was.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import triton
 from ...ops.declare import Array, dtype_name
 from .counters import COUNTERS, counters
 from .gemv_kernels import gemv_kernel, skinny_kernel
-from .launch import config, overlap, power_of_2, processors, triton_kernel
+from .launch import config, hopper, overlap, power_of_2, processors, triton_kernel
 from .rows import gelu_and_mul, silu_and_mul
 
 HALVES = ("bfloat16", "float16")
 MAX_ROWS = 64
 """Of `skinny_kernel`."""
+MAX_TILE_ROWS = 256
+TILE_K = 64
+"""Entries of k in a block of `tile_kernel`: 128 bytes, which the copy engine swizzles at once."""
 
 
 def _takes_linear(x: Array, weight: Array, bias: Array | None) -> bool:
@@ -103,6 +106,9 @@ def _few(
     few, several, _gated = _limits(weight)
     if 0 < x.shape[0] <= few:
         return _gemv(x, weight, bias, dtype)
+    tiles = _tile_blocks("tiles", x, weight)
+    if tiles:
+        return _tiled(x, weight, bias, dtype, tiles)
     if 0 < x.shape[0] <= several:
         return _skinny(x, weight, bias, dtype)
     return None
@@ -117,6 +123,9 @@ def _few_gated(
     few, _several, gated = _limits(weight)
     if 0 < x.shape[0] <= few:
         return _gemv(x, weight, bias, x.dtype, act=act)
+    tiles = _tile_blocks("gated_tiles", x, weight)
+    if tiles:
+        return _tiled(x, weight, bias, x.dtype, tiles, act=act)
     if 0 < x.shape[0] <= gated:
         return _skinny(x, weight, bias, x.dtype, act=act)
     return None
@@ -198,6 +207,57 @@ def _skinny(
         N=n, K=k, HAS_BIAS=bias is not None, GATED=gated, GELU=act == "gelu", PARTS=parts,
         PART=part, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
         STAGES=setting["stages"], num_warps=setting["warps"], **overlapping,
+    )  # fmt: skip
+    return out
+
+
+def _tile_blocks(what: str, x: torch.Tensor, weight: torch.Tensor) -> dict[str, int]:
+    """The blocks of `tile_kernel` for these rows and this weight, {} where another kernel takes
+    them.
+    """
+    rows, (n, k) = x.shape[0], weight.shape
+    if not 0 < rows <= MAX_TILE_ROWS or not hopper():
+        return {}
+    aligned = all(
+        y.stride(1) == 1 and y.stride(0) % 8 == 0 and y.data_ptr() % 16 == 0 for y in (x, weight)
+    )
+    return config(what, f"{n}x{k}/{power_of_2(rows, 16)}") if aligned else {}
+
+
+def _tiled(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    setting: dict[str, int],
+    *,
+    act: str = "",
+) -> torch.Tensor:
+    """See `_gemv`."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .tile_kernel import tile_kernel
+
+    gated = act != ""
+    rows, (n, k) = x.shape[0], weight.shape
+    n = n // 2 if gated else n
+    block_m, block_n, parts = power_of_2(rows, 16), setting["block_n"], setting["parts"]
+    out = torch.empty((rows, n), dtype=dtype, device=x.device)
+    blocks = triton.cdiv(n, block_n)
+    sums = arrived = out
+    if parts > 1:
+        size = (1 + gated) * parts * blocks * block_n * block_m
+        sums = torch.empty(size, dtype=torch.float32, device=x.device)
+        arrived = counters(x.device)
+    swizzled = NVMMASharedLayout(128, 16, 2)
+    tile_kernel[(blocks, parts)](
+        TensorDescriptor.from_tensor(weight, [block_n, TILE_K], swizzled),
+        TensorDescriptor.from_tensor(x, [block_m, TILE_K], swizzled),
+        out if bias is None else bias.contiguous(), out, sums, arrived, rows,
+        N=n, K=k, HAS_BIAS=bias is not None, GATED=gated, GELU=act == "gelu", PARTS=parts,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=TILE_K, STAGES=setting["stages"],
+        num_warps=setting["warps"], maxnreg=setting["registers"], **overlap(early=True),
     )  # fmt: skip
     return out
 

@@ -1,10 +1,9 @@
 """Sums over the ranks of a tensor-parallel model, and the add and norm behind them.
 
-Providers: `peers` reads what the other ranks have written, in the order of ranks, in the kernel
-that adds and norms; `nccl` is the library's sum. Neither uses multicast. A few rows are sent to
-the peers (`exchange_kernels.py`), more of them stay where they are and the peers read them.
-
-What ranks exchange of the most probable tokens goes the way of a few rows too.
+Providers: `peers` sends rows into the memory of the other ranks and adds up what came, in the order
+of ranks, in the kernel that adds and norms (`reduce_kernels.py`); `nccl` is the library's sum.
+Neither uses multicast. What ranks exchange of the most probable tokens is sent too
+(`exchange_kernels.py`).
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ import triton
 from ...ops.declare import Array, dtype_name
 from ...ops.implement import implement
 from ...ops.native.torch_parallel import group, in_group
-from .exchange_kernels import best_kernel, reduce_few_kernel
+from .exchange_kernels import best_kernel
 from .launch import FLOATS, overlap, power_of_2, processors
 from .reduce_kernels import reduce_kernel
 from .rows import MAX_WIDTH, _takes_add_norm, fused_add_rms_norm
 
 MOST_BYTES = 64 << 20
-"""Of the rows that two ranks sum by reading each other's."""
-CHUNK = 4
-"""Rows of a program that the peers may read while it shows them the next ones."""
-FEW_ROWS = 64
-"""Up to how many rows are sent."""
+"""Of the rows that two ranks send each other for a sum."""
+AHEAD = 1
+"""Rows of a program that are on their way while it adds up one, where it has several."""
+EMPTY = 255
+"""Of each byte of memory that rows are sent into, until they come."""
 BEST_BLOCK = 32
 MOST_TOKENS = 1024
 """Of which the ranks exchange the most probable at once."""
 MOST_BYTES_AMONG_MORE = 4 << 20
-"""Of the rows where there are more ranks, each of which reads what all others have: the library's
-ring moves less. By reckoning: no more than two GPUs were there to measure it.
+"""Of the rows where there are more ranks, each of which sends to all others: the library's ring
+moves less. By reckoning: no more than two GPUs were there to measure it.
 """
 
 
@@ -60,7 +59,7 @@ on_peers = partial(on_gpus, provider="peers", supported=_reaches_peers, preferre
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
-    """Memory that peers send words of a few rows into: see `exchange_kernels.py`."""
+    """Memory that peers send so many rows into, at `addresses`."""
 
     rows: int
     addresses: torch.Tensor
@@ -70,18 +69,14 @@ class Boxes:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Memory that the peers read and write, for `rows` rows. It lies outside of all graphs."""
+    """Memory that the peers write into. It lies outside of all graphs."""
 
     rank: int
     world: int
-    rows: int
     width: int
     dtype: torch.dtype
     held: tuple[Any, ...]
-    buffers: torch.Tensor
-    flags: torch.Tensor
-    counts: torch.Tensor
-    few: Boxes
+    sums: Boxes
     best: Boxes
 
 
@@ -97,25 +92,18 @@ def meet_peers(rows: int, width: int, dtype: torch.dtype) -> None:
     world = dist.get_world_size(group())
     most = MOST_BYTES if world == 2 else MOST_BYTES_AMONG_MORE
     rows = max(1, min(rows, most // (width * dtype.itemsize)))
-    few = min(rows, FEW_ROWS)
     late = torch.zeros(1, dtype=torch.int32, device=device)
     shared = _Shared(device)
-    buffers = shared.addresses(2 * rows * width * dtype.itemsize)
-    flags = shared.addresses(4 * world * rows)
-    boxes = [
-        Boxes(count, shared.addresses(2 * world * size), _zeros(count, device), late)
-        for count, size in (
-            (few, 2 * few * width * dtype.itemsize),
-            (MOST_TOKENS, 16 * MOST_TOKENS),
-        )
-    ]
-    # Nobody signals before all flags are zero.
+    row = 2 * (world - 1) * width * dtype.itemsize
+    sums = Boxes(rows, shared.addresses(rows * row, EMPTY), _zeros(rows, device), late)
+    token = 2 * world * 2 * 8
+    places = shared.addresses(MOST_TOKENS * token, 0)
+    best = Boxes(MOST_TOKENS, places, _zeros(MOST_TOKENS, device), late)
+    # Nobody sends before all memory is as it has to be.
     torch.cuda.synchronize()
     dist.all_reduce(torch.zeros(1), group=group())
     rank = dist.get_rank(group())
-    counts = _zeros(rows, device)
-    held = tuple(shared.held)
-    _peers = Peers(rank, world, rows, width, dtype, held, buffers, flags, counts, *boxes)
+    _peers = Peers(rank, world, width, dtype, tuple(shared.held), sums, best)
 
 
 def _zeros(count: int, device: torch.device) -> torch.Tensor:
@@ -129,12 +117,12 @@ class _Shared:
         self._device = device
         self.held: list[Any] = []
 
-    def addresses(self, size: int) -> torch.Tensor:
-        """Where `size` bytes, which are zero, lie on each rank: [rank] int64."""
+    def addresses(self, size: int, value: int) -> torch.Tensor:
+        """Where `size` bytes, all of this value, lie on each rank: [rank] int64."""
         import torch.distributed._symmetric_memory as symmetric
 
         memory = symmetric.empty(size, dtype=torch.uint8, device=self._device)
-        memory.zero_()
+        memory.fill_(value)
         handle = symmetric.rendezvous(memory, group())
         self.held += memory, handle
         return torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=self._device)
@@ -149,7 +137,7 @@ def leave_peers() -> None:
 def _fits(x: Array) -> Peers | None:
     """The peers' memory, if it takes the rows of x."""
     peers = _peers
-    if peers is None or not 0 < x.shape[0] <= peers.rows:
+    if peers is None or not 0 < x.shape[0] <= peers.sums.rows:
         return None
     return peers if (x.shape[1], x.dtype) == (peers.width, peers.dtype) else None
 
@@ -161,20 +149,16 @@ def _launch(
     norm = residual is not None
     tensors = x, residual if norm else x, weight if norm else x
     strides = x.stride(0), 0 if residual is None else residual.stride(0)
-    shape = {"N": peers.width, "BLOCK_N": width, "RANK": peers.rank, "WORLD": peers.world}
-    if rows <= peers.few.rows:
-        boxes = peers.few
-        reduce_few_kernel[(rows,)](
-            *tensors, boxes.addresses, boxes.counts, boxes.late, eps, *strides, boxes.rows,
-            NORM=norm, num_warps=min(16, max(1, width // 256)), **shape, **overlap(early=True),
-        )  # fmt: skip
-        return
-    programs = min(rows, 2 * processors())
-    # All programs run at once: two of 8 warps have room on a processor, whatever their registers.
+    boxes = peers.sums
+    # All programs run at once: one of 16 warps has room on a processor, or two of 8, whatever their
+    # registers.
+    few, most = processors(), 2 * processors()
+    programs, warps = (rows, 8 if rows > few else 16) if rows <= most else (few, 16)
     reduce_kernel[(programs,)](
-        *tensors, peers.buffers, peers.flags, peers.counts, peers.few.late, rows, eps, *strides,
-        peers.rows, NORM=norm, CHUNK=min(CHUNK, power_of_2(triton.cdiv(rows, programs))),
-        num_warps=min(8, max(1, width // 256)), **shape, **overlap(early=True),
+        *tensors, boxes.addresses, boxes.counts, boxes.late, rows, eps, *strides, boxes.rows,
+        N=peers.width, BLOCK_N=width, RANK=peers.rank, WORLD=peers.world, NORM=norm,
+        AHEAD=0 if rows == programs else AHEAD, num_warps=min(warps, max(1, width // 256)),
+        **overlap(early=True),
     )  # fmt: skip
 
 

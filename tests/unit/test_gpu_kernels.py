@@ -221,6 +221,39 @@ def test_products_of_some_rows_apply_the_activation(kernels, device, rows, act, 
     assert off < 3e-3, off
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(("block_n", "warps"), [(64, 4), (128, 8)])
+@pytest.mark.parametrize(
+    ("rows", "act"), [(3, ""), (20, "gelu"), (64, "silu"), (100, ""), (256, "")]
+)
+def test_products_by_tiles(kernels, device, rows, act, block_n, warps, parts):
+    """Weights that no block divides, whole or from parts of k, once and again."""
+    import torch
+
+    from twinfer.gpu.kernels import gemv, launch
+    from twinfer.gpu.kernels import rows as row_kernels
+    from twinfer.gpu.kernels.counters import counters
+
+    if not launch.hopper():
+        pytest.skip("only where there is a Hopper GPU")
+    numbers = torch.Generator().manual_seed(rows)
+    x, weight, bias = (
+        torch.randn(shape, generator=numbers).to(device, torch.bfloat16)
+        for shape in ((rows, 1096), (400, 1096), (400,))
+    )
+    want = torch.nn.functional.linear(x, weight, bias)
+    if act == "silu":
+        want = row_kernels.silu_and_mul(want)
+    elif act == "gelu":
+        want = row_kernels.gelu_and_mul(want, "tanh")
+    blocks = {"block_n": block_n, "parts": parts, "stages": 3, "warps": warps, "registers": 168}
+    first, second = (gemv._tiled(x, weight, bias, x.dtype, blocks, act=act) for _ in range(2))
+    assert torch.equal(first, second)
+    off = (first.float() - want.float()).norm() / want.float().norm()
+    assert off < 3e-3, off
+    assert not counters(x.device).any()
+
+
 def test_when_requests_are_split_together(kernels):
     """Few have all the parts that pay each, and if there are very few, as many as run at once; many
     share what runs at once; none is split where the longest is one part.

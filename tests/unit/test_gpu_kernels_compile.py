@@ -2,6 +2,8 @@
 shows what they compute, takes programs that the compiler refuses.
 """
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,6 +24,8 @@ DTYPES = {
     torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8",
     torch.uint32: "u32",
 }  # fmt: skip
+SHARED_MEMORY = 227 << 10
+"""Of a program on Hopper."""
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 
 
@@ -78,7 +82,8 @@ def compiled(hopper, monkeypatch):
             {(i,): bound[n] for i, n in enumerate(kernel.arg_names) if n in constants},
         )
         if source.hash() not in done:
-            triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            assert made.metadata.shared <= SHARED_MEMORY
             done.add(source.hash())
         names.append(kernel.fn.__name__)
 
@@ -427,6 +432,63 @@ def test_products_of_some_rows_compile(compiled, rows, act):
     assert compiled == ["skinny_kernel"]
 
 
+@pytest.mark.parametrize("rows", [3, 64, 256])
+@pytest.mark.parametrize(("act", "parts"), [("", 1), ("", 3), ("silu", 2)])
+def test_products_by_tiles_compile(compiled, rows, act, parts):
+    """Weights that no block divides, with a bias, for Hopper's tensor cores and copy engine."""
+    from twinfer.gpu.kernels import gemv
+
+    x, weight = (torch.zeros((n, 520), dtype=torch.bfloat16) for n in (rows, 200))
+    blocks = {"block_n": 64, "parts": parts, "stages": 3, "warps": 4, "registers": 168}
+    gemv._tiled(x, weight, torch.zeros(200, dtype=x.dtype), x.dtype, blocks, act=act)
+    assert compiled == ["tile_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "kernel"),
+    [(2, 256, "gemv"), (3, 256, "tile"), (17, 256, "tile"), (3, 250, "skinny")],
+)
+def test_who_multiplies_a_few_rows(compiled, monkeypatch, rows, k, kernel):
+    """Tiles where they were measured, and the copy engine can find the rows."""
+    from twinfer.gpu.kernels import gemv
+
+    blocks = {"block_n": 64, "parts": 1, "stages": 3, "warps": 4, "registers": 128}
+    for what in ("tiles", "gated_tiles"):
+        for name, value in blocks.items():
+            monkeypatch.setitem(gemv.config(what), name, value)
+    x, weight, down = (
+        torch.zeros(shape, dtype=torch.bfloat16) for shape in ((rows, k), (64, k), (k, 32))
+    )
+    gemv.linear(x, weight, None)
+    gemv.logits(x, weight)
+    gemv.gated_mlp(x, weight, None, down, None)
+    assert compiled[:2] == [f"{kernel}_kernel"] * 2
+    assert f"{kernel}_kernel" in compiled[2:]
+
+
+def measured_tiles():
+    """What `configs.json` has of products by tiles, by shape and rows."""
+    path = Path(__file__).parents[2] / "gpu/kernels/configs.json"
+    for entries in json.loads(path.read_text(encoding="utf-8"))["chips"].values():
+        for name, blocks in entries.items():
+            if "tiles/" in name:
+                yield name, blocks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "blocks"), list(measured_tiles()))
+def test_products_by_tiles_that_were_measured_fit(compiled, name, blocks):
+    """With results of twice the size, which logits are."""
+    from twinfer.gpu.kernels import gemv
+
+    rows = int(name.rpartition("/")[2])
+    x, weight = (torch.zeros((n, 1024), dtype=torch.bfloat16) for n in (rows, 512))
+    act = "silu" if name.startswith("gated") else ""
+    dtype = x.dtype if act else torch.float32
+    gemv._tiled(x, weight, None, dtype, blocks, act=act)
+    assert compiled == ["tile_kernel"]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("world", [2, 4])
 def test_sums_over_peers_compile(compiled, dtype, world):
@@ -434,15 +496,15 @@ def test_sums_over_peers_compile(compiled, dtype, world):
 
     words = torch.zeros(world, dtype=torch.int64)
     counts = torch.zeros(8, dtype=torch.int32)
-    boxes = reduce.Boxes(8, words, counts, counts)
-    peers = reduce.Peers(world - 1, world, 64, 4096, dtype, (), words, words, counts, boxes, boxes)
+    boxes = reduce.Boxes(512, words, counts, counts)
+    peers = reduce.Peers(world - 1, world, 4096, dtype, (), boxes, boxes)
     weight = torch.zeros(4096, dtype=dtype)
-    for rows in (3, 9):
+    for rows in (3, 200, 300):
         x = torch.zeros((rows, 4096), dtype=dtype)
         reduce._launch(peers, x, x.clone(), weight, 1e-6)
         reduce._launch(peers, x, None, None, 0.0)
     reduce._best(peers, torch.zeros(3, dtype=torch.int32), torch.zeros(3, 500))
-    assert compiled == ["reduce_few_kernel"] * 2 + ["reduce_kernel"] * 2 + ["best_kernel"]
+    assert compiled == ["reduce_kernel"] * 6 + ["best_kernel"]
 
 
 @pytest.mark.parametrize("chip", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])

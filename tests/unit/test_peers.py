@@ -12,9 +12,9 @@ pytest.importorskip("triton")
 
 
 def run(tmp_path, world, dtype):
-    for name in ("sums", "best"):
+    for name, empty in (("sums", b"\xff"), ("best", b"\0")):
         for rank in range(world):
-            (tmp_path / f"{name}{rank}").write_bytes(bytes(1 << 16))
+            (tmp_path / f"{name}{rank}").write_bytes(empty * (1 << 16))
     script = Path(__file__).with_name("peer_process.py")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     started = []
