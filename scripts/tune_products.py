@@ -1,15 +1,16 @@
-"""Find the blocks of `skinny_kernel`, the products of 3 to 64 rows, for the weights of public
-shapes on this GPU.
+"""Find the blocks of `skinny_kernel` and, on Hopper, of `tile_kernel`, the products of 3 to 256
+rows, for the weights of public shapes on this GPU.
 
     python scripts/tune_products.py [--shapes llama3-8b,qwen3-0.6b] [--rows 8,32,64] [--ranks 1]
-    [--json best.json]
+    [--kernels skinny,tiles] [--json best.json]
 
 Each figure is microseconds of one product behind a norm, which is in all of them, inside a CUDA
 graph of many, over so many copies of the weight that the L2 cache holds none; `floor` are the
 weight's bytes at the rate of a copy on the same GPU. `now` is what the engine would run by
 `configs.json`, with its activation where that is a launch of its own. Every configuration is
-checked against a product in float32 before it is timed. What is at least 2 % faster than `now`, up
-to the most rows for which it is, is printed as entries of `configs.json` under the chip.
+checked against a product in float32 before it is timed. What is at least 2 % faster than `now` is
+printed as entries of `configs.json` under the chip: of `skinny_kernel` up to the most rows for
+which it is, of `tile_kernel` for each size.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ GAIN = 0.98
 Setting = dict[str, int]
 Weight = tuple[str, int, int]
 """What it is for, results and entries of k."""
+Found = tuple[float, float, Setting] | None
+"""Microseconds now, of the best configuration, and it."""
 
 
 def weights_of(shape: str, ranks: int) -> list[Weight]:
@@ -55,8 +58,43 @@ def weights_of(shape: str, ranks: int) -> list[Weight]:
     return [*found, ("head", -(-config.vocab_size // ranks), config.hidden_size)]
 
 
-def settings(n: int, k: int, rows: int, gated: bool, whole: bool) -> Iterator[Setting]:
+def divisions(count: int, fit: int) -> list[int]:
+    """The two best numbers of parts of k for so many blocks of results, of which a processor holds
+    `fit` at once.
+    """
+    processors = launch.processors()
+
+    def idle(parts: int) -> tuple[float, int]:
+        """How much longer the last wave makes it, then fewer parts."""
+        programs = count * parts
+        return -(-programs // processors) * processors / programs, parts
+
+    return sorted({max(1, round(processors * m / count)) for m in range(1, fit + 1)}, key=idle)[:2]
+
+
+def tiles(n: int, k: int, rows: int, gated: bool, whole: bool) -> Iterator[Setting]:
+    """Configurations of `tile_kernel` to try, as `skinny` has them of the other one."""
+    block_m, width, twice = launch.power_of_2(rows, 16), n // 2 if gated else n, 1 + gated
+    for block_n in (64, 128):
+        size = 2 * gemv.TILE_K * (block_m + block_n * twice)
+        most = MOST_SHARED // size
+        if twice * block_n * block_m > 128 * 128:  # sums that registers cannot hold
+            continue
+        for fit, stages in ((1, most), (2, most // 2)):
+            if stages < 3:
+                continue
+            for parts in divisions(-(-width // block_n), fit):
+                if parts <= 8 and k // parts >= 8 * gemv.TILE_K and not (whole and parts > 1):
+                    yield {
+                        "block_n": block_n, "parts": parts, "stages": min(12, stages), "warps": 4,
+                        "registers": 128,
+                    }  # fmt: skip
+
+
+def skinny(n: int, k: int, rows: int, gated: bool, whole: bool) -> Iterator[Setting]:
     """Configurations to try. `whole` is for results in float32, whose k is not divided."""
+    if rows > gemv.MAX_ROWS:
+        return
     block_m = launch.power_of_2(rows, 16)
     if block_m == 16:
         blocks = [(16, 256), (32, 128), (32, 256), (64, 128)]
@@ -64,7 +102,7 @@ def settings(n: int, k: int, rows: int, gated: bool, whole: bool) -> Iterator[Se
         blocks = [(32, 128), (64, 64), (64, 128)]
     else:
         blocks = [(64, 64), (64, 128), (128, 64)]
-    width, processors = n // 2 if gated else n, launch.processors()
+    width = n // 2 if gated else n
     for block_n, block_k in blocks:
         if gated and block_n > 64:
             continue
@@ -74,20 +112,16 @@ def settings(n: int, k: int, rows: int, gated: bool, whole: bool) -> Iterator[Se
             fit = min(6, MOST_SHARED // (tile * (stages - (block_m == 16))))
             if fit < 1:
                 continue
-            waves = {max(1, round(processors * m / count)) for m in range(1, fit + 1)}
-
-            def idle(parts: int, count: int = count) -> tuple[float, int]:
-                """How much longer the last wave makes it, then fewer parts."""
-                programs = count * parts
-                return -(-programs // processors) * processors / programs, parts
-
-            for parts in sorted(waves, key=idle)[:2]:
+            for parts in divisions(count, fit):
                 if parts <= 8 and k // parts >= 2 * block_k and not (whole and parts > 1):
                     for overlap in (n * k, 0) if stages == 6 or block_m == 16 else (n * k,):
                         yield {
                             "block_n": block_n, "block_k": block_k, "parts": parts, "warps": 4,
                             "stages": stages, "overlap": overlap,
                         }  # fmt: skip
+
+
+KERNELS = {"skinny": skinny, "tiles": tiles}
 
 
 class Product:
@@ -120,12 +154,15 @@ class Product:
 
     def by(self, setting: Setting) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         """The kernel with a configuration."""
+        act = "silu" if self.gated else ""
+        if "registers" in setting:
+            return lambda weight, x: gemv._tiled(x, weight, None, self.dtype, setting, act=act)
 
         def run(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             known = vars(gemv)["config"]
             vars(gemv)["config"] = lambda *_: setting
             try:
-                return gemv._skinny(x, weight, None, self.dtype, act="silu" if self.gated else "")
+                return gemv._skinny(x, weight, None, self.dtype, act=act)
             finally:
                 vars(gemv)["config"] = known
 
@@ -177,14 +214,16 @@ def copy_rate() -> float:
         y.copy_(x)
     stop.record()
     stop.synchronize()
-    return 10 * 2 * x.numel() / (float(start.elapsed_time(stop)) * 1e3)
+    return 20.0 * float(x.numel()) / (float(start.elapsed_time(stop)) * 1e3)
 
 
-def tuned(weight: Weight, rows: int, rate: float) -> tuple[float, float, Setting]:
-    """`now`, the best and its configuration."""
+def tuned(product: Product, weight: Weight, kernel: str, rate: float) -> Found:
+    """`now`, the best and its configuration, or None where there is none to try."""
     name, n, k = weight
-    product = Product(weight, rows)
-    tries = list(settings(n, k, rows, product.gated, product.head))
+    rows = len(product.x)
+    tries = list(KERNELS[kernel](n, k, rows, product.gated, product.head))
+    if not tries:
+        return None
     with kernels_noted() as noted:
         product.now(product.weights[0], product.x)
         for setting in tries:
@@ -203,6 +242,8 @@ def tuned(weight: Weight, rows: int, rate: float) -> tuple[float, float, Setting
             raise SystemExit(f"{name} {n}x{k}, {rows} rows, {setting}: {error} off")
         found.append((product.microseconds(run), setting))
     found.sort(key=lambda pair: pair[0])
+    if not found:
+        return None
     # Once more: of many figures the least is also the luckiest.
     best = min(
         ((product.microseconds(product.by(setting)), setting) for _, setting in found[:4]),
@@ -211,37 +252,50 @@ def tuned(weight: Weight, rows: int, rate: float) -> tuple[float, float, Setting
     now = min(now, product.microseconds(product.now))
     few = "  ".join(f"{time:.1f} {list(setting.values())}" for time, setting in found[:3])
     print(
-        f"{name} {n}x{k} rows {rows}: floor {2 * n * k / rate:.1f}, norm {norm:.1f}, "
+        f"{kernel} {name} {n}x{k} rows {rows}: floor {2 * n * k / rate:.1f}, norm {norm:.1f}, "
         f"now {now:.1f}, best {best[0]:.1f} {list(best[1].values())} of {len(found)}; {few}",
         flush=True,
     )
     return now, *best
 
 
-def entries(weight: Weight, by_rows: dict[int, tuple[float, float, Setting]]) -> dict[str, Any]:
+def skinny_entries(weight: Weight, by_rows: dict[int, Found]) -> dict[str, Any]:
     """What belongs into `configs.json`: an entry for each size up to the largest that is faster,
     where no smaller one is slower.
     """
     name, n, k = weight
-    allowed: list[int] = []
-    for rows in sorted(by_rows):
-        now, best, _ = by_rows[rows]
-        if best > now * 1.005:
+    allowed: dict[int, tuple[float, float, Setting]] = {}
+    for rows, found in sorted(by_rows.items()):
+        if found is None or found[1] > found[0] * 1.005:
             break
-        allowed.append(rows)
-    while allowed and by_rows[allowed[-1]][1] > GAIN * by_rows[allowed[-1]][0]:
-        allowed.pop()
+        allowed[rows] = found
+    while allowed:
+        rows, (now, best, _) = allowed.popitem()
+        if best <= GAIN * now:
+            allowed[rows] = by_rows[rows] or (now, best, {})
+            break
     if not allowed:
         return {}
     gated = name == "gate_up"
-    found: dict[str, Any] = {}
-    for rows in allowed:
-        block_m, setting = launch.power_of_2(rows, 16), by_rows[rows][2]
-        found[f"{'gated' if gated else 'skinny'}/{n}x{k}/{block_m}"] = setting
+    entries: dict[str, Any] = {
+        f"{'gated' if gated else 'skinny'}/{n}x{k}/{launch.power_of_2(rows, 16)}": setting
+        for rows, (_, _, setting) in allowed.items()
+    }
     limits = dict(launch.config("linear", f"{n}x{k}"))
     limit = "gated_rows" if gated else "skinny_rows"
-    limits[limit] = max(limits[limit], launch.power_of_2(allowed[-1], 16))
-    return found | {f"linear/{n}x{k}": limits}
+    limits[limit] = max(limits[limit], launch.power_of_2(max(allowed), 16))
+    return entries | {f"linear/{n}x{k}": limits}
+
+
+def tile_entries(weight: Weight, by_rows: dict[int, Found]) -> dict[str, Any]:
+    """An entry for each size that is faster."""
+    name, n, k = weight
+    what = "gated_tiles" if name == "gate_up" else "tiles"
+    return {
+        f"{what}/{n}x{k}/{launch.power_of_2(rows, 16)}": found[2]
+        for rows, found in by_rows.items()
+        if found is not None and found[1] <= GAIN * found[0]
+    }
 
 
 def main() -> None:
@@ -250,20 +304,26 @@ def main() -> None:
     parser.add_argument("--shapes", default="llama3-8b")
     parser.add_argument("--rows", default="8,32,64")
     parser.add_argument("--ranks", type=int, default=1, help="of a model that is divided so")
+    parser.add_argument("--kernels", default="skinny,tiles")
     parser.add_argument("--json", help="file for the entries")
     arguments = parser.parse_args()
     pin_precision()
-    rate = copy_rate()
+    rate, kernels = copy_rate(), arguments.kernels.split(",")
     print(f"{torch.cuda.get_device_name()}: a copy moves {rate / 1e6:.2f} TB/s", flush=True)
     best: dict[str, Any] = {}
     for shape in arguments.shapes.split(","):
         print(f"## {shape}", flush=True)
         for weight in weights_of(shape, arguments.ranks):
-            by_rows = {
-                rows: tuned(weight, rows, rate) for rows in map(int, arguments.rows.split(","))
-            }
-            for name, entry in entries(weight, by_rows).items():
-                best[name] = best.get(name, {}) | entry
+            by_kernel: dict[str, dict[int, Found]] = {name: {} for name in kernels}
+            for rows in map(int, arguments.rows.split(",")):
+                product = Product(weight, rows)
+                for kernel in kernels:
+                    by_kernel[kernel][rows] = tuned(product, weight, kernel, rate)
+            if "skinny" in kernels:
+                for name, entry in skinny_entries(weight, by_kernel["skinny"]).items():
+                    best[name] = best.get(name, {}) | entry
+            if "tiles" in kernels:
+                best |= tile_entries(weight, by_kernel["tiles"])
             torch.cuda.empty_cache()
             if arguments.json:
                 with open(arguments.json, "w") as file:
