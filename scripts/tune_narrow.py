@@ -142,9 +142,9 @@ def product(kernel: str, setting: dict[str, int], given: tuple[Any, ...], out: A
     narrow.config = lambda *names: setting  # type: ignore[assignment]
     if kernel == "quantizing":
         x, weight, scale = given[:3]
-        if not narrow._quantises(x, weight, scale):
+        if not narrow.quantises(x, weight, scale):
             raise ValueError("another kernel's")
-        narrow._quantizing_gemv(x, weight, scale, None, out.dtype)
+        narrow.quantizing_gemv(x, weight, scale, None, out.dtype)
         return
     asked = narrow.Product(*given, out)
     if kernel == "fragments" and not narrow.fragments_take(asked):

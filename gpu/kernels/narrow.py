@@ -25,6 +25,7 @@ from .launch import (
     triton_kernel,
 )
 from .narrow_kernels import (
+    fp8_gemv_kernel,
     narrow_gemv_kernel,
     narrow_kernel,
     quantize_kernel,
@@ -205,8 +206,8 @@ def linear_fp8(
     dtype: str,
 ) -> Array:
     """See the op: products of e4m3 in bfloat16, sums in float32."""
-    if x_scale is None and _quantises(x, weight, weight_scale):
-        return _quantizing_gemv(x, weight, weight_scale, bias, getattr(torch, dtype))
+    if x_scale is None and quantises(x, weight, weight_scale):
+        return quantizing_gemv(x, weight, weight_scale, bias, getattr(torch, dtype))
     if x_scale is None:
         x, x_scale = quantize_fp8_dynamic(x, "row", 0)
     return _product(x, weight, weight_scale, None, x_scale, bias, "fp8", getattr(torch, dtype))
@@ -345,11 +346,11 @@ def _product(
     return out
 
 
-def _quantises(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> bool:
+def quantises(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> bool:
     """Whether `quantizing_gemv_kernel` takes these rows: it holds each as a whole."""
     setting, k = config("quantizing_gemv"), x.shape[1]
     few = x.shape[0] <= min(2, setting["rows"]) and scale.shape[1] == 1
-    return few and power_of_2(k) <= min(setting["most_k"], 9 * k // 8)
+    return few and k % 4 == 0 and power_of_2(k) <= min(setting["most_k"], 9 * k // 8)
 
 
 def _programs(blocks: int, most: int) -> int:
@@ -357,27 +358,32 @@ def _programs(blocks: int, most: int) -> int:
     return triton.cdiv(blocks, triton.cdiv(blocks, most))
 
 
-def _quantizing_gemv(
+def quantizing_gemv(
     x: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
+    *,
+    gated: bool = False,
 ) -> torch.Tensor:
+    """The product of rows that `quantises` takes, or silu(gate) * up of it if `gated`."""
     rows, (n, k) = x.shape[0], weight.shape
     setting, block_k = config("quantizing_gemv"), power_of_2(k)
     x = x if x.stride(1) == 1 else x.contiguous()
     scale = (scale if scale.shape[0] == n else scale.expand(n, -1)).contiguous()
+    n = n // 2 if gated else n
     out = torch.empty((rows, n), dtype=dtype, device=x.device)
     if rows == 0:
         return out
     most = setting["programs"] * processors()
-    block_n = block_rows(n, setting["entries"] // (block_k * rows), most)
+    held = block_k * (2 * rows if gated else rows)
+    block_n = block_rows(n, setting["entries"] // held, most)
     quantizing_gemv_kernel[(_programs(triton.cdiv(n, block_n), most),)](
-        x, weight.contiguous(), scale, out if bias is None else bias.contiguous(), out,
-        x.stride(0),
-        N=n, K=k, ROWS=rows, HAS_BIAS=bias is not None, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=setting["warps"], **overlap(early=True),
+        x, weight.contiguous().view(torch.int32), scale,
+        out if bias is None else bias.contiguous(), out, x.stride(0),
+        N=n, K=k, ROWS=rows, HAS_BIAS=bias is not None, GATED=gated, BLOCK_N=block_n,
+        WORDS=block_k // 4, num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip
     return out
 
@@ -398,6 +404,9 @@ def _widened(product: Product) -> torch.Tensor:
 
 def _gemv(product: Product) -> None:
     rows, n, k = product.sizes
+    if product.kind == "fp8" and rows == 1 and product.group == product.x_group == k and k % 4 == 0:
+        _fp8_gemv(product)
+        return
     setting = config("narrow_gemv", product.kind)
     most = max(2, min(setting["block_k"], setting["entries"] // rows))
     if product.group < k:
@@ -409,6 +418,20 @@ def _gemv(product: Product) -> None:
     narrow_gemv_kernel[(triton.cdiv(n, block_n),)](
         *product.arrays, *product.strides, **product.constants, ROWS=rows, BLOCK_N=block_n,
         BLOCK_K=block_k, num_warps=setting["warps"], **overlap(early=True),
+    )  # fmt: skip
+
+
+def _fp8_gemv(product: Product) -> None:
+    """Of one row of e4m3."""
+    _, n, k = product.sizes
+    setting = config("fp8_gemv")
+    x, weight, scale, _, x_scale, bias, out = product.arrays
+    block = block_columns(k, setting["block_k"])
+    fp8_gemv_kernel[(triton.cdiv(n, setting["block_n"]),)](
+        x.contiguous().view(torch.int32), weight.view(torch.int32), scale, x_scale, bias, out,
+        N=n, K=k, HAS_BIAS=product.bias is not None, BLOCK_N=setting["block_n"],
+        WORDS=max(1, block // 4), AHEAD=setting["ahead"], num_warps=setting["warps"],
+        **overlap(early=True),
     )  # fmt: skip
 
 
@@ -435,7 +458,8 @@ def fragments(product: Product, *, gated: bool = False) -> None:
     n = n // 2 if gated else n
     m = 8 if rows <= 8 else 16
     few, kind = power_of_2(rows), product.kind
-    setting = config("fragments", f"{kind}/{k}/{few}", f"{kind}/{few}", f"{kind}/{k}", kind)
+    variants = (f"{kind}/{k}/{few}", f"{kind}/{few}", f"{kind}/{k}", kind)
+    setting = config("fragments", *([f"{variants[0]}/gated"] if gated else []), *variants)
     warps, block_n, pieces = setting["warps"], setting["block_n"], setting["pieces"]
     while k % (128 * pieces) or few * pieces > m:
         pieces //= 2
@@ -449,7 +473,7 @@ def fragments(product: Product, *, gated: bool = False) -> None:
     fragment_kernel[(triton.cdiv(n, results),)](
         *words.arrays, rows, *words.strides, **(product.constants | {"N": n}), GATED=gated, M=m,
         BLOCK_N=block_n, PIECES=pieces, WARPS=warps, AHEAD=setting["ahead"], num_warps=warps,
-        **overlap(early=True),
+        maxnreg=setting.get("registers"), **overlap(early=True),
     )  # fmt: skip
 
 

@@ -2,9 +2,11 @@
 
 Shapes of programs, for blocks of the n results. `narrow_gemv_kernel`: multiply and add in float32
 (int32 where both are int8), for one or two rows. `quantizing_gemv_kernel`: the same in fp8, of rows
-that programs quantise, which are kept for many blocks. `narrow_kernel`: the tensor cores, whose
-left operand is the weight as it was widened in registers, for any number of rows; k may be split
-among programs, the last of which to arrive adds the parts in their order.
+that programs quantise, which are kept for many blocks. `fp8_gemv_kernel`: one row in fp8 that was
+quantised before. These two keep weights that they have asked for as words: kept as numbers of 8
+bits, each takes a register of 32. `narrow_kernel`: the tensor cores, whose left operand is the
+weight as it was widened in registers, for any number of rows; k may be split among programs, the
+last of which to arrive adds the parts in their order.
 
 GROUP entries along k share a scale; K: all of a row. Values of 4 bits become numbers without a
 table: an integer is put into the mantissa of a power of two and that is subtracted, a float e2m1
@@ -16,6 +18,9 @@ import triton.language as tl
 
 from .arithmetic import FP8_MAX, INT8_MAX, NEAREST, dot, gated
 from .overlap import wait
+
+ASSEMBLED = tl.constexpr(not triton.knobs.runtime.interpret)
+"""The interpreter knows no instructions of a chip."""
 
 LARGEST = tl.constexpr(3.4028234663852886e38)
 SMALLEST = tl.constexpr(2.0**-100)
@@ -172,59 +177,169 @@ def _size(y):
 @triton.jit
 def _as_e4m3(y):
     """A row of float32 as (values in e4m3, its scale): the bits of `quantize_kernel`."""
-    amax = tl.max(_size(y), 0)
-    of = tl.where(amax < SMALLEST, 1.0, amax * FP8_SHARE)
+    of = _share(tl.max(_size(y), 0))
     return _narrowed(y * tl.div_rn(1.0, of), True), of
+
+
+@triton.jit
+def _share(amax):
+    """The scale in e4m3 of what has this as its largest."""
+    return tl.where(amax < SMALLEST, 1.0, amax * FP8_SHARE)
+
+
+@triton.jit
+def _numbers(words):
+    """Words of e4m3 as float32: entries 0, 1, 2 and 3 of each."""
+    if ASSEMBLED:
+        a, b, c, d = tl.inline_asm_elementwise(
+            "{ .reg .b16 x, y; .reg .b32 a, b; mov.b32 {x, y}, $4; "
+            "cvt.rn.f16x2.e4m3x2 a, x; cvt.rn.f16x2.e4m3x2 b, y; "
+            "mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; }",
+            "=h,=h,=h,=h,r",
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        a, b, c, d = _byte(words, 0), _byte(words, 1), _byte(words, 2), _byte(words, 3)
+    return a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
+
+
+@triton.jit
+def _byte(words, i: tl.constexpr):
+    return ((words >> 8 * i) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def _words_of_rows(weight, scale, n, j, N: tl.constexpr, K: tl.constexpr):
+    """(a block of whole rows of a weight, in words, their scales)."""
+    place = weight + n.to(tl.int64)[:, None] * (K // 4) + j[None, :]
+    mask = (n < N)[:, None] & (j < K // 4)[None, :]
+    w = tl.load(place, mask=mask, other=0, eviction_policy="evict_first")
+    return w, tl.load(scale + n, mask=n < N, other=0.0)
+
+
+@triton.jit
+def _quantised_row(x, j, K: tl.constexpr):
+    """(A row as e4m3 in float32, entries 0, 1, 2 and 3 of words j; its scale)."""
+    k = j[:, None] * 4 + tl.arange(0, 4)[None, :]
+    y = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    of = _share(tl.max(tl.max(_size(y), 1), 0))
+    q = _narrowed(y * tl.div_rn(1.0, of), True).to(tl.float32)
+    even, odd = tl.split(tl.reshape(q, [j.shape[0], 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d, of
+
+
+@triton.jit
+def _sum_of_words(words, a, b, c, d):
+    """[n] of words [n j] of a weight and a row's entries [j]."""
+    e, f, g, h = _numbers(words)
+    y = e * a[None, :]
+    y += f * b[None, :]
+    y += g * c[None, :]
+    y += h * d[None, :]
+    return tl.sum(y, 1)
 
 
 @triton.jit
 def quantizing_gemv_kernel(
     x, weight, scale, bias, out, x_stride, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (program): each takes every num_programs-th block of results. Weights are fp8 with a
-    scale for each row. ROWS, 1 or 2, of x are quantised to e4m3 by each program, once. BLOCK_K is
-    at least K.
+    """Grid (program): each takes every num_programs-th block of the N results. Weights are words of
+    e4m3 with a scale for each row. ROWS, 1 or 2, of x are quantised by each program, once. WORDS is
+    at least K / 4. The next block is asked for while one is multiplied: as bytes, each would take a
+    register meanwhile.
+
+    GATED: the weight has 2 N rows, of N gates and of what goes with them; its results are rounded
+    to the dtype of `out` and go through silu(gate) * up.
     """
-    k = tl.arange(0, BLOCK_K)
+    j = tl.arange(0, WORDS)
+    up, up_scale, up_bias = weight + N * (K // 4), scale + N, bias + N
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    w, of = _kept_block(weight, scale, n, k, N, K)
+    w, of = _words_of_rows(weight, scale, n, j, N, K)
+    u, of_u = w, of
+    if GATED:
+        u, of_u = _words_of_rows(up, up_scale, n, j, N, K)
     wait(OVERLAP)
-    a, of_a = _as_e4m3(tl.load(x + k, mask=k < K, other=0.0).to(tl.float32))
-    a = a.to(tl.float32)[None, :]
-    _put_kept(w, of, n, a, of_a, bias, out, N, HAS_BIAS)
+    a0, a1, a2, a3, of_a = _quantised_row(x, j, K)
+    b0, b1, b2, b3, of_b = a0, a1, a2, a3, of_a
     if ROWS > 1:
-        b, of_b = _as_e4m3(tl.load(x + x_stride + k, mask=k < K, other=0.0).to(tl.float32))
-        b = b.to(tl.float32)[None, :]
-        _put_kept(w, of, n, b, of_b, bias, out + N, N, HAS_BIAS)
-    # Not asked for an iteration ahead: bytes that are kept over one take a register each. There are
-    # other programs to multiply meanwhile.
-    for block in range(
-        tl.program_id(0) + tl.num_programs(0), tl.cdiv(N, BLOCK_N), tl.num_programs(0)
-    ):
+        b0, b1, b2, b3, of_b = _quantised_row(x + x_stride, j, K)
+    for block in range(tl.program_id(0), tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
         n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        w, of = _kept_block(weight, scale, n, k, N, K)
-        _put_kept(w, of, n, a, of_a, bias, out, N, HAS_BIAS)
+        y = _sum_of_words(w, a0, a1, a2, a3) * of_a * of
+        z, v, t = y, y, y
+        if GATED:
+            v = _sum_of_words(u, a0, a1, a2, a3) * of_a * of_u
         if ROWS > 1:
-            _put_kept(w, of, n, b, of_b, bias, out + N, N, HAS_BIAS)
+            z = _sum_of_words(w, b0, b1, b2, b3) * of_b * of
+            if GATED:
+                t = _sum_of_words(u, b0, b1, b2, b3) * of_b * of_u
+        following = n + tl.num_programs(0) * BLOCK_N
+        w, of = _words_of_rows(weight, scale, following, j, N, K)
+        if GATED:
+            u, of_u = _words_of_rows(up, up_scale, following, j, N, K)
+        _put_row(out, n, y, v, bias, up_bias, N, HAS_BIAS, GATED)
+        if ROWS > 1:
+            _put_row(out + N, n, z, t, bias, up_bias, N, HAS_BIAS, GATED)
 
 
 @triton.jit
-def _put_kept(w, of, n, x, of_x, bias, out, N: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Results [n] of a block of the weight [n k] by a row [1 k] float32, to their place."""
-    y = tl.sum(w.to(tl.float32) * x, 1) * of_x * of
+def _put_row(
+    out, n, y, up, bias, up_bias, N: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr
+):
+    """Results n, and those of what goes with them, to their place."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    if HAS_BIAS:
+        y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+        if GATED:
+            up += tl.load(up_bias + n, mask=n < N, other=0.0).to(tl.float32)
+    if GATED:
+        y = gated(y.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32))
+    tl.store(out + n, y.to(dtype), mask=n < N)
+
+
+@triton.jit
+def fp8_gemv_kernel(
+    x, weight, scale, x_scale, bias, out, N: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr, WORDS: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (block of results). One row of e4m3 and a weight of e4m3, both in words, with a scale
+    for each row. Words are asked for AHEAD blocks of k before they are used.
+    """
+    n, j = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, WORDS)
+    steps: tl.constexpr = (K // 4 + WORDS - 1) // WORDS
+    even: tl.constexpr = (K // 4 % WORDS == 0) & (N % BLOCK_N == 0)
+    place = weight + n.to(tl.int64)[:, None] * (K // 4) + j[None, :]
+    of_n = tl.load(scale + n, mask=n < N, other=0.0)
+    acc = tl.zeros([BLOCK_N, WORDS], tl.float32)
+    asked = ()
+    for s in tl.static_range(steps + AHEAD):
+        if s == AHEAD:
+            wait(OVERLAP)
+        if s < steps:
+            if even:
+                asked += (tl.load(place + s * WORDS, eviction_policy="evict_first"),)  # type: ignore[assignment]
+            else:
+                mask = (n < N)[:, None] & (s * WORDS + j < K // 4)[None, :]
+                asked += (tl.load(place + s * WORDS, mask=mask, other=0),)  # type: ignore[assignment]
+        if s >= AHEAD:
+            at = (s - AHEAD) * WORDS + j
+            a, b, c, d = _numbers(tl.load(x + at, mask=at < K // 4, other=0))
+            e, f, g, h = _numbers(asked[s - AHEAD])
+            acc += e * a[None, :]
+            acc += f * b[None, :]
+            acc += g * c[None, :]
+            acc += h * d[None, :]
+    y = tl.sum(acc, 1) * tl.load(x_scale) * of_n
     if HAS_BIAS:
         y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(out + n, y.to(out.dtype.element_ty), mask=n < N)
-
-
-@triton.jit
-def _kept_block(weight, scale, n, k, N: tl.constexpr, K: tl.constexpr):
-    """(a block of whole rows of a weight, their scales)."""
-    place = weight + n.to(tl.int64)[:, None] * K + k[None, :]
-    mask = (n < N)[:, None] & (k < K)[None, :]
-    w = tl.load(place, mask=mask, other=0.0, eviction_policy="evict_first")
-    return w, tl.load(scale + n, mask=n < N, other=0.0)
 
 
 @triton.jit

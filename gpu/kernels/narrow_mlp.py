@@ -1,4 +1,5 @@
-"""gated_mlp_fp8: the activation and the quantisation of what it gives are one launch.
+"""gated_mlp_fp8: the activation and the quantisation of what it gives are one launch; for one or
+two tokens the activation is part of the first product.
 gated_mlp_grouped: for few tokens and weights of int4 the activation is part of the product.
 """
 
@@ -20,6 +21,9 @@ from .narrow import (
     linear_fp8_units,
     linear_grouped,
     prepared,
+    quantises,
+    quantize_fp8_dynamic,
+    quantizing_gemv,
     refused_groups,
     takes_grouped,
     takes_quantised,
@@ -130,8 +134,14 @@ def _mlp(
 ) -> torch.Tensor:
     """The MLP, by an implementation of `linear_fp8`."""
     dtype = dtype_name(x)
-    both = linear(x, gate_up, None, gate_up_scale, gate_up_bias, dtype)
-    values, scale = _silu_quantised(both)
+    if quantises(x, gate_up, gate_up_scale):
+        # One program would take a row through the activation: longer than the quantisation alone.
+        weights = (gate_up, gate_up_scale, gate_up_bias)
+        hidden = quantizing_gemv(x, *weights, x.dtype, gated=True)
+        values, scale = quantize_fp8_dynamic(hidden, "row", 0)
+    else:
+        both = linear(x, gate_up, None, gate_up_scale, gate_up_bias, dtype)
+        values, scale = _silu_quantised(both)
     return linear(values, down, scale, down_scale, down_bias, dtype)
 
 

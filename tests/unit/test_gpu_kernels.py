@@ -343,6 +343,24 @@ def test_triton_products_of_narrow_weights(kernels, device, rows, kind, groups, 
     judge("linear_grouped", arguments, device)
 
 
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 9])
+def test_triton_products_of_int4_in_whole_blocks(kernels, device, rows, dtype, zeros):
+    """Rows of the weight fill the blocks of a kernel, so that nothing is masked; either half."""
+    n, k = 128, 512
+    rng = np.random.default_rng(rows)
+    arguments = {
+        "x": normal(rng, dtype, rows, k),
+        "weight": rng.integers(0, 256, (n, k // 2)).astype(np.uint8),
+        "scale": (2.0 ** rng.uniform(-6, -3, (n, 4))).astype(np.float32),
+        "zero": rng.integers(0, 17, (n, 4)).astype(np.uint8) if zeros else None,
+        "bias": None,
+        "kind": "int4",
+    }
+    judge("linear_grouped", arguments, device)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 9, 40])
 @pytest.mark.parametrize(
     ("op", "block"), [("linear_int8", 0), ("linear_fp8", 0), ("linear_fp8", 128)]
@@ -384,11 +402,13 @@ def test_triton_products_that_quantise_tokens(kernels, device, rows, k):
     assert not np.isnan(got[1:].astype(np.float32)).any()
 
 
-@pytest.mark.parametrize("inter", [45, 208])
+@pytest.mark.parametrize(("dim", "inter"), [(96, 45), (96, 208), (120, 45), (128, 208)])
 @pytest.mark.parametrize("rows", [1, 2, 9, 33])
-def test_triton_mlp_of_fp8(kernels, device, rows, inter):
-    """The bits of the finer ops by their kernels."""
-    x, arguments = _mlp_case("bfloat16", rows, 96, inter, True), {"dtype": "bfloat16"}
+def test_triton_mlp_of_fp8(kernels, device, rows, dim, inter):
+    """The bits of the finer ops by their kernels. One or two rows of 120 and 128 are quantised and
+    go through the activation within the first product.
+    """
+    x, arguments = _mlp_case("bfloat16", rows, dim, inter, True), {"dtype": "bfloat16"}
     (got,) = run("gated_mlp_fp8", "torch", "triton", x, device)
     first = {"weight": x["gate_up"], "weight_scale": x["gate_up_scale"], "bias": x["gate_up_bias"]}
     second = {"weight": x["down"], "weight_scale": x["down_scale"], "bias": x["down_bias"]}
