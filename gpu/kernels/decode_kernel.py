@@ -6,6 +6,9 @@ slots. Which part follows from the lengths of all requests: each program works t
 so that one long request among short ones is split as finely as the GPU needs it. A request of one
 part is written by its program. Else each leaves its sums behind, and the last to arrive adds them
 up in their order, so results do not depend on who that was.
+
+The grid has room for the longest requests, so with few short ones most programs have nothing to do.
+They find that out from the lengths alone, and end while the launch before still runs.
 """
 
 import triton
@@ -215,8 +218,26 @@ def decode_kernel(
             item, kv_lens, live, requests, wanted, WINDOW, CHUNK, LEAST, MOST, BLOCK_R, BLOCK_N
         )  # fmt: skip
     length = tl.load(kv_lens + tl.minimum(t, requests - 1))
+    first, low, blocks = _reach(length, WINDOW, CHUNK, BLOCK_N)
+    high = length
+    if SPLIT == EACH:
+        parts, part = _evenly(tl.maximum(blocks, 1), LEAST // BLOCK_N, wanted)
+        begun = t * wanted
+    if SPLIT != WHOLE:
+        low += split * part * BLOCK_N
+        high = tl.minimum(low + part * BLOCK_N, length)
+    # Programs without a part end before the wait, and leave their place to others. One in each
+    # launch has to wait, or this launch would seem done before the one in front of it: with EACH
+    # those of parts 0, with ALL the first.
+    if SPLIT == EACH:  # noqa: SIM102 (only this one is known to the compiler)
+        if (split > 0) & ((split >= parts) | (t >= live)):
+            return
+    if SPLIT == ALL:  # noqa: SIM102
+        if (item > 0) & (t >= tokens):
+            return
+    page_table += t.to(tl.int64) * table_stride
     wait(OVERLAP)
-    if SPLIT == ALL:  # noqa: SIM102 (only this one is known to the compiler)
+    if SPLIT == ALL:  # noqa: SIM102
         if t >= tokens:
             return
     place = t.to(tl.int64) * q_token_stride + head[:, None] * q_head_stride + d[None, :]
@@ -226,20 +247,12 @@ def decode_kernel(
         if not MIXED and split == 0:
             tl.store(result, tl.zeros([BLOCK_G, BLOCK_D], out.dtype.element_ty), mask=rows)
         return
-    first, low, blocks = _reach(length, WINDOW, CHUNK, BLOCK_N)
-    high = length
-    if SPLIT == EACH:
-        parts, part = _evenly(tl.maximum(blocks, 1), LEAST // BLOCK_N, wanted)
-        begun = t * wanted
+    if SPLIT == EACH:  # noqa: SIM102
         if split >= parts:
             return
-    if SPLIT != WHOLE:
-        low += split * part * BLOCK_N
-        high = tl.minimum(low + part * BLOCK_N, length)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
-    page_table += t.to(tl.int64) * table_stride
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         slot = start + tl.arange(0, BLOCK_N)
         acc, top, total = _attend(

@@ -6,8 +6,9 @@ which all kernels here keep: before `wait` nothing is written, and only weights 
 launch of a step writes. `decode_kernel` also reads lengths: whoever wrote them had ended before the
 cache was written, since that launch is LATE, and attention comes after it. So does
 `narrow_few_down_kernel` with the choices of experts: the launch in front of it is LATE, and waits
-for who chose. A kernel that knows nothing of this neither starts early nor lets others start before
-it has ended.
+for who chose. A program may end without `wait` if another one of its launch waits: else the launch
+would be done before the one in front of it. A kernel that knows nothing of this neither starts
+early nor lets others start before it has ended.
 """
 
 import triton
