@@ -176,7 +176,8 @@ def _part_of(
         own_length = tl.load(lengths + t, mask=t < tl.minimum(live, requests), other=1)
         _own_first, _own_begin, own_blocks = _reach(own_length, WINDOW, CHUNK, BLOCK_N)
         parts, part = _evenly(tl.maximum(own_blocks, 1), size, MOST)
-        t = tl.where(t >= live, live + split, t)
+        t = tl.where(found > 0, t, live + split)
+        split = tl.where(found > 0, split, 0)
     return t, split, parts, part, begin
 
 

@@ -186,6 +186,26 @@ def test_triton_decode_in_parts(kernels, device, dtype, reach, programs, chunk, 
     assert not counters(torch.zeros(1, device=device).device).any()
 
 
+def test_triton_decode_writes_rows_of_padding(kernels, device, monkeypatch):
+    """Also beside a request that is split: all of them are zeros, as the reference has them."""
+    import torch
+
+    setting = kernels.config("decode", "float32")
+    lengths = [setting["chunk"] * 40] + [20] * 7
+    arguments = paged(
+        generator("padding"), "float32", lengths, [1] * 8, (4, 2), 64, 16, requests=24, tokens=24
+    )
+    empty = torch.empty
+
+    def poisoned(*args, **options):
+        made = empty(*args, **options)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    out = run("paged_attention", "torch", "triton", arguments, device)[0]
+    assert not out[8:].any()
+
+
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize(("rows", "act"), [(3, "silu"), (20, "gelu"), (64, "silu")])
 def test_products_of_some_rows_apply_the_activation(kernels, device, rows, act, parts):
