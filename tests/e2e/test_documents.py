@@ -458,7 +458,14 @@ def is_run(example: Example, long: bool) -> bool:
     )
 
 
-@pytest.mark.parametrize("path", having(long=False), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=pytest.mark.slow if path.name == "numerics.md" else ())
+        for path in having(long=False)
+    ],
+    ids=lambda path: path.name,
+)
 def test_what_is_shown_happens(path, folder):
     problems = list(failures(path.name, path.read_text(), long=False))
     assert not problems, "\n".join(problems)

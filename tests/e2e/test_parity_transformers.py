@@ -105,6 +105,11 @@ def logits_of(engine, tokens, chunk=128):
 # `make test-slow`. Gemma 3 has windows, and what is in the folder of a Mistral 3 is read alike for
 # both.
 ON_JAX = ["granite", "gemma3"]
+VARIANTS = [
+    "gemma3-images", "ministral3-images", "gemma4-images", "gemma4-experts-images", "mistral3-tied-window",
+    "mixtral-window", "qwen3-tied-bias", "qwen3-moe-biases", "glm4-head24",
+]  # fmt: skip
+"""Of configurations beside them: in `make test-slow`."""
 ON_A_GPU = [
     "llama-biases-head96",
     "mistral-mqa",
@@ -125,15 +130,20 @@ ON_A_GPU = [
     "qwen3-moe",
     "glm4-moe-biases",
 ]
+
+
+def marks_of(name):
+    """Of a configuration on the torch worker."""
+    marks = {"gpu": name in ON_A_GPU, "slow": name in VARIANTS}
+    return [getattr(pytest.mark, mark) for mark, wanted in marks.items() if wanted]
+
+
 CASES = [
     *(
         pytest.param(name, "jax", marks=() if name in ON_JAX else pytest.mark.slow)
         for name in NAMES
     ),
-    *(
-        pytest.param(name, "torch", marks=pytest.mark.gpu if name in ON_A_GPU else ())
-        for name in NAMES
-    ),
+    *(pytest.param(name, "torch", marks=marks_of(name)) for name in NAMES),
 ]
 
 

@@ -324,9 +324,8 @@ def serve(made, count=3):
     return [request.output for request in requests]
 
 
-@pytest.mark.parametrize(
-    ("backend", "other"), [pytest.param("jax", "torch", marks=pytest.mark.slow), ("torch", "jax")]
-)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "other"), [("jax", "torch"), ("torch", "jax")])
 def test_a_live_engine_keeps_steps_that_replay_on_the_other_backend(
     subject, tmp_path, backend, other
 ):

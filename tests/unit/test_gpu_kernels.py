@@ -102,6 +102,11 @@ QUICK = " and not ".join(
         "experts_of_mxfp4[1",
         "experts_of_mxfp4[4",
         "mask_leaves[True",
+        "few_tokens[int4",
+        "measured[5120",
+        "measured[28672",
+        "measured[8192",
+        "measured[64128",
     ]
 )
 """Attention, experts and the MLP of few bits have tests of their own in this file, which are smaller

@@ -47,7 +47,7 @@ LONG = {
 }
 """Take minutes."""
 SOME = {
-    ("paged_attention", "jax", "native"): 8,
+    ("paged_attention", "jax", "native"): 24,
     ("moe_experts", "jax", "composition"): 5,
     ("moe_experts_narrow", "jax", "composition"): 6,
     ("norm_rope_write_kv", "jax", "composition"): 3,
@@ -445,7 +445,10 @@ BOUNDED = [
 ]
 
 
-@pytest.mark.parametrize("op", BOUNDED)
+@pytest.mark.parametrize(
+    "op",
+    [pytest.param(op, marks=pytest.mark.slow if op == "paged_attention" else ()) for op in BOUNDED],
+)
 def test_a_blind_bound_is_found(op):
     assert undetected(op, replace(TESTING[op], bound=Bound(roundings=inf)))
 
