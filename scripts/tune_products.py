@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tune_kernels import copy_rate
+from tune_narrow import microseconds
 
 from twinfer.gpu.kernels import gemv, launch
 from twinfer.gpu.kernels import rows as row_kernels
@@ -177,44 +178,12 @@ class Product:
         """Of one product behind a norm; of the norm alone without one."""
         y, residual = self.x.clone(), self.residual.clone()
 
-        def chain(count: int) -> None:
-            for i in range(count):
-                row_kernels.fused_add_rms_norm(y, residual, self.norm, 1e-5)
-                if run is not None:
-                    run(self.weights[i % len(self.weights)], y)
+        def step(i: int) -> None:
+            row_kernels.fused_add_rms_norm(y, residual, self.norm, 1e-5)
+            if run is not None:
+                run(self.weights[i], y)
 
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        calls = max(len(self.weights), 4 if self.head else 16)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            chain(1)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            chain(calls)
-        graph.replay()
-        times = []
-        for _ in range(7):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            stop.record()
-            stop.synchronize()
-            times.append(float(start.elapsed_time(stop)) * 1e3 / calls)
-        return statistics.median(times)
-
-
-def copy_rate() -> float:
-    """Bytes a microsecond that a copy reads and writes."""
-    x = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    y = torch.empty_like(x)
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    y.copy_(x)
-    start.record()
-    for _ in range(10):
-        y.copy_(x)
-    stop.record()
-    stop.synchronize()
-    return 20.0 * float(x.numel()) / (float(start.elapsed_time(stop)) * 1e3)
+        return microseconds(step, len(self.weights))
 
 
 def tuned(product: Product, weight: Weight, kernel: str, rate: float) -> Found:
@@ -308,7 +277,7 @@ def main() -> None:
     parser.add_argument("--json", help="file for the entries")
     arguments = parser.parse_args()
     pin_precision()
-    rate, kernels = copy_rate(), arguments.kernels.split(",")
+    rate, kernels = copy_rate() / 1e6, arguments.kernels.split(",")
     print(f"{torch.cuda.get_device_name()}: a copy moves {rate / 1e6:.2f} TB/s", flush=True)
     best: dict[str, Any] = {}
     for shape in arguments.shapes.split(","):
