@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from ...shared.config import ResolvedConfig
+from ...shared.config import DeviceInfo, ResolvedConfig
 from ...shared.errors import ConfigError
 from ...shared.models.caches import layout_of
 from ...shared.models.config import ModelConfig
 from ...shared.step import StepInput
-from ...shared.worker import DeviceInfo, Worker, create_worker
+from ...shared.worker import Worker, create_worker
 from ..faults.catalogue import CATALOGUE
 from ..faults.engine import ENGINE_FAULTS, EngineFault, Planted
 from ..faults.making import Entry
