@@ -88,6 +88,7 @@ BAD = {
         ["demo", "--prompt", "x", "--backend", "torch", "--device", "cpu:7"],
         "cpu:7",
     ),
+    "no such number on any backend": (["demo", "--prompt", "x", "--device", "cpu:7"], "cpu:7"),
     "odd device": (["demo", "--prompt", "x", "--device", "gpu0"], "gpu0"),
     "bias": (["demo", "--prompt", "x", "--logit-bias", "5"], "'5' is not a list such as 42:5"),
     "two cache sizes": (
