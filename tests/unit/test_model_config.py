@@ -950,6 +950,14 @@ def test_malformed_fields(fields, words):
     refused(ModelError, *words, **fields)
 
 
+def test_text_in_the_place_of_a_number_is_quoted():
+    """Else it would look like what is allowed."""
+    awq = {"quant_method": "awq", "bits": "4", "group_size": 128}
+    words = ['quantization_config.bits is "4", allowed: 4 or absent']
+    refused(UnsupportedModel, *words, quantization_config=awq)
+    refused(UnsupportedModel, 'mlp_bias is "false", allowed: false', base=QWEN2, mlp_bias="false")
+
+
 def test_eos_ids_of_both_files_are_merged():
     assert parse_config(LLAMA, {"eos_token_id": [5, 2, 9]}).eos_token_ids == (2, 5, 9)
     assert parse_config(LLAMA, {"eos_token_id": 7}).eos_token_ids == (2, 7)
