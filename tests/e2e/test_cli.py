@@ -1,6 +1,7 @@
 """The command line: JSON lines, several prompts, one-line errors with exit code 2, and the demo."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -150,6 +151,19 @@ def broken_folder(tmp_path):
 def rewrite_config(folder, **changes):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_weights_that_no_machine_has_room_for_are_one_line(broken_folder, backend, capsys):
+    """15 TiB of them. A system that lets a process ask for more than there is would kill it later."""
+    rewrite_config(broken_folder, hidden_size=2**15, intermediate_size=2**24)
+    words = ["--load-format", "dummy", "--backend", backend, "--device", "cpu"]
+    assert main(["generate", str(broken_folder), *words, "--prompt", "x"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(
+        r"error: dtype: got bfloat16, in which the weights take 15\d+\.\d GiB; this machine has",
+        line,
+    )
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
