@@ -134,13 +134,15 @@ def nearest(unknown: str, flags: Sequence[str]) -> str | None:
 
 
 def join_values(words: Sequence[str]) -> list[str]:
-    """`--enable-ops -rms_norm` as `--enable-ops=-rms_norm`. Long flags, and the short ones, stay
-    flags.
+    """`--enable-ops -rms_norm` as `--enable-ops=-rms_norm`, and a list that begins with a negative
+    number likewise. Long flags, and the short ones, stay flags.
     """
     joined: list[str] = []
     for word in words:
         is_value = word.startswith("-") and not word.startswith("--") and word not in SHORT_FLAGS
-        if is_value and joined and joined[-1] in MINUS_VALUES:
+        before = joined[-1] if joined else ""
+        is_list = before.startswith("--") and "," in word and word[1:2].isdigit()
+        if is_value and (before in MINUS_VALUES or is_list):
             joined[-1] += f"={word}"
         else:
             joined.append(word)

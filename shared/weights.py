@@ -30,9 +30,10 @@ from .models.table import (
     keys,
     weight_bytes,
 )
+from .option_kinds import LEAST_SCALE
 
 DUMMY_STD = 0.02
-SCALES = (2.0**-126, 2.0**126)
+SCALES = (LEAST_SCALE, 1 / LEAST_SCALE)
 """What scales may be: neither they nor their reciprocals are subnormal."""
 
 

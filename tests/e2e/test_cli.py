@@ -90,6 +90,14 @@ BAD = {
         "cpu:7",
     ),
     "no such number on any backend": (["demo", "--prompt", "x", "--device", "cpu:7"], "cpu:7"),
+    "scales that float32 has not": (
+        ["demo", "--prompt", "x", "--kv-cache-dtype", "int8", "--kv-cache-scales", "1e-300,1"],
+        "kv_cache_scales: got (1e-300, 1.0), allowed are scales from 2**-126 to 2**126",
+    ),
+    "a list that begins with a minus sign": (
+        ["demo", "--prompt", "x", "--kv-cache-scales", "-1,1"],
+        "kv_cache_scales: got (-1.0, 1.0), allowed",
+    ),
     "odd device": (["demo", "--prompt", "x", "--device", "gpu0"], "gpu0"),
     "bias": (["demo", "--prompt", "x", "--logit-bias", "5"], "'5' is not a list such as 42:5"),
     "two cache sizes": (
@@ -134,6 +142,27 @@ def test_bad_input_is_one_line_and_exit_code_2(name, capsys):
     assert line.startswith("twinfer")
     assert named in line
     assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--hosts", "0"], "hosts, host_index: got 0, 0, without --coordinator allowed are 1, 0"),
+        (["--host-index", "5"], "hosts, host_index: got 1, 5, without --coordinator"),
+    ],
+)
+def test_hosts_without_a_coordinator_are_refused(words, named, capsys):
+    assert main([*words, "generate", "demo", "--backend", "torch", "--prompt", "x"]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_flag_of_all_commands_behind_the_command_is_told_where_it_stands(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "demo", "--hosts=2", "--prompt", "x"])
+    line = capsys.readouterr().err
+    assert (
+        line == "twinfer: error: --hosts stands before the command: twinfer --hosts ... generate\n"
+    )
 
 
 @pytest.fixture

@@ -194,6 +194,7 @@ def test_a_value_may_begin_with_a_minus_sign():
     assert not unknown
     assert join_values(["--prompt", "--json"]) == ["--prompt", "--json"]
     assert join_values(["--top-k", "-1"]) == ["--top-k", "-1"]
+    assert join_values(["--decode-sizes", "-1,2"]) == ["--decode-sizes=-1,2"]
 
 
 @pytest.mark.parametrize(
