@@ -161,16 +161,23 @@ def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return type_of
 
 
-def whole_number(least: int) -> Callable[[str], int]:
-    """A reader of whole numbers from `least` on, which may have a unit, for argparse."""
+def whole_number(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
+    """A reader of whole numbers from `least` to `most`, which may have a unit, for argparse."""
 
     def read(text: str) -> int:
         number = size(text)
-        if not least <= number < 2**31:
-            raise argparse.ArgumentTypeError(f"got {text}, allowed is {least} to {2**31 - 1}")
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"got {text}, allowed is {least} to {most}")
         return int(number)
 
     return read
+
+
+def not_empty(text: str) -> str:
+    """A reader of texts, for argparse: a variable of a shell that is not set gives an empty one."""
+    if not text:
+        raise argparse.ArgumentTypeError("got '', allowed is a text that is not empty")
+    return text
 
 
 size = argument(option_text.size)

@@ -165,6 +165,29 @@ def test_a_flag_of_all_commands_behind_the_command_is_told_where_it_stands(capsy
     )
 
 
+@pytest.mark.parametrize(
+    "flag",
+    ["host", "uds", "admin-uds", "served-model-name", "ssl-certfile", "otlp-traces-endpoint"],
+)
+def test_a_server_takes_no_empty_text(flag, capsys):
+    """An empty host would be all addresses of the machine, an empty path of a socket none."""
+    with pytest.raises(SystemExit) as left:
+        main(["serve", "demo", "--backend", "torch", "--port", "0", f"--{flag}", ""])
+    assert left.value.code == 2
+    line = capsys.readouterr().err
+    assert line == (
+        f"twinfer serve: error: argument --{flag}: got '', allowed is a text that is not empty\n"
+    )
+
+
+def test_a_server_starts_no_thousands_of_engines(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "demo", "--backend", "torch", "--dp", "100000"])
+    assert (
+        "--data-parallel-size/--dp/-dp: got 100000, allowed is 1 to 256" in capsys.readouterr().err
+    )
+
+
 @pytest.fixture
 def broken_folder(tmp_path):
     """A copy of the bundled model for a test to break."""
