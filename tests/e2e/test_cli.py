@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from twinfer import LLM
 from twinfer.serving.cli import main, size
 from twinfer.serving.demo import Result, compare
 
@@ -282,6 +283,16 @@ def test_the_plan_of_shards_that_are_given_heads_of_zeros(capsys):
     (kind,) = json.loads(capsys.readouterr().out)["layer_kinds"]
     assert kind["attention"] == "4 heads of 64, all tokens"
     assert kind["chosen"] == {"decode": "native", "mixed": "native"}
+
+
+def test_the_plan_of_quantised_weights_is_that_of_the_engine(capsys):
+    words = [*SMALL, "--quantization", "int4_g32", "--device", "cpu"]
+    assert main(["plan", "demo", "--backend", "torch", "--json", *words]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert "linear_grouped" in {row["op"] for row in record["ops"]}
+    options = {"dtype": "float32", "device": "cpu", "max_model_len": 128, "max_num_seqs": 4}
+    with LLM("demo", backend="torch", quantization="int4_g32", **options) as llm:
+        assert llm.engine.worker.plan_hash() == record["plan_hash"]
 
 
 def test_the_plan_as_a_table_says_why_a_provider_was_passed_over(capsys):
