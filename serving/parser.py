@@ -7,9 +7,11 @@ import difflib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 from ..shared import option_text
 from ..shared.engine_config import EngineConfig
+from ..shared.errors import ConfigError
 from ..shared.options import near_flags, options_of
 from ..shared.sampling_params import SamplingParams
 
@@ -178,6 +180,28 @@ def not_empty(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("got '', allowed is a text that is not empty")
     return text
+
+
+def http_url(text: str) -> str:
+    """A reader of addresses of servers, for argparse."""
+    try:
+        parts = urlsplit(text)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        known = False
+    if not known:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, allowed is a URL such as http://127.0.0.1:8000"
+        )
+    return text
+
+
+def check_writable(path: str) -> None:
+    """Raise ConfigError where a file of `--json` cannot be written: before the work, not after."""
+    try:
+        open(path, "a", encoding="utf-8").close()
+    except OSError as error:
+        raise ConfigError(f"json: cannot write {path}: {error.strerror or error}") from error
 
 
 size = argument(option_text.size)
