@@ -97,3 +97,18 @@ def test_bisect_takes_the_steps_of_a_bundle(model, tmp_path, capsys):
         == 1
     )
     assert "layer.0.norm_rope_write_kv" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--json", "--junit"])
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        ("/no/such/file", "there is no folder /no/such"),
+        ("/", "it is no name of a file"),
+        ("", "it is no name of a file"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_found_out_before_the_work(flag, place, why, capsys):
+    assert run("ops", "--op", "nobody_asks", flag, place) == 2
+    line = capsys.readouterr().err
+    assert line == f"twinfer: error: {flag[2:]}: cannot write {place!r}: {why}\n"
