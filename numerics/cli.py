@@ -10,7 +10,7 @@ import traceback
 from typing import Any
 
 from ..shared.config import DTYPES, LOAD_FORMATS
-from ..shared.errors import ConfigError, TwinferError
+from ..shared.errors import TwinferError
 from ..shared.models.arguments import add_model
 from .errors import InfrastructureError
 
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_files(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError where a result cannot be written: before minutes of work, not after."""
+    """Raise InfrastructureError where a result cannot be written: before minutes of work, not after."""
     for name in ("json", "junit"):
         place = getattr(arguments, name, None)
         if place in (None, "-"):  # - is standard output
@@ -51,7 +51,7 @@ def check_files(arguments: argparse.Namespace) -> None:
         elif not os.access(place if os.path.exists(place) else folder, os.W_OK):
             why = "permission denied"
         if why:
-            raise ConfigError(f"{name}: cannot write {place!r}: {why}")
+            raise InfrastructureError(f"{name}: cannot write {place!r}: {why}")
 
 
 def add_parsers(parser: argparse.ArgumentParser) -> None:

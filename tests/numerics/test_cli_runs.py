@@ -109,6 +109,6 @@ def test_bisect_takes_the_steps_of_a_bundle(model, tmp_path, capsys):
     ],
 )
 def test_a_file_that_cannot_be_written_is_found_out_before_the_work(flag, place, why, capsys):
-    assert run("ops", "--op", "nobody_asks", flag, place) == 2
+    assert run("ops", "--op", "nobody_asks", flag, place) == 5
     line = capsys.readouterr().err
     assert line == f"twinfer: error: {flag[2:]}: cannot write {place!r}: {why}\n"
