@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_files(arguments: argparse.Namespace) -> None:
-    """Raise InfrastructureError where a result cannot be written: before minutes of work, not after."""
+    """Raise InfrastructureError where a result cannot be written: before the work, not after it."""
     for name in ("json", "junit"):
         place = getattr(arguments, name, None)
         if place in (None, "-"):  # - is standard output

@@ -44,6 +44,8 @@ from .sides.subject import Subject, Target, open_subject, parse_target
 
 Arguments = argparse.Namespace
 AnyReport = TypeVar("AnyReport", bound=Report)
+MOST_TOKENS = 2**16
+"""Of a step: references hold all that it computes in float64."""
 PLACES = "json", "junit", "out"
 """Flags that only say where results go."""
 SIDES = "a", "b", "on", "backend"
@@ -58,7 +60,9 @@ def model(arguments: Arguments) -> int:
     modes, targets = parse_modes(arguments.mode), _pair(arguments)
     subject = _subject(arguments)
     prompts = _prompts(arguments, subject)
-    layers = parse_layers(arguments.layers, subject.model.num_layers) if arguments.layers else None
+    layers = None
+    if arguments.layers is not None:
+        layers = parse_layers(arguments.layers, subject.model.num_layers)
     faults = plant_by_side(arguments.plant, subject.model)
     diff = compare_model(
         subject, targets, make_steps(subject, prompts), modes=modes, layers=layers, faults=faults,
@@ -244,8 +248,10 @@ def selftest(arguments: Arguments) -> int:
 
 
 def _subject(arguments: Arguments) -> Subject:
-    if arguments.tokens < 8:
-        raise ConfigError(f"tokens: got {arguments.tokens}, allowed is at least 8")
+    if not 8 <= arguments.tokens <= MOST_TOKENS:
+        raise ConfigError(f"tokens: got {arguments.tokens}, allowed is 8 to {MOST_TOKENS}")
+    if not 0 <= arguments.seed < 2**64:
+        raise ConfigError(f"seed: got {arguments.seed}, allowed is 0 to {2**64 - 1}")
     if arguments.max_model_len < 64:
         raise ConfigError(f"max_model_len: got {arguments.max_model_len}, allowed is at least 64")
     names = "dtype", "load_format", "seed", "tokens", "max_model_len"

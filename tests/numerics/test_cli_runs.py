@@ -112,3 +112,19 @@ def test_a_file_that_cannot_be_written_is_found_out_before_the_work(flag, place,
     assert run("ops", "--op", "nobody_asks", flag, place) == 5
     line = capsys.readouterr().err
     assert line == f"twinfer: error: {flag[2:]}: cannot write {place!r}: {why}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--seed", "-1"], "seed: got -1, allowed is 0 to 18446744073709551615"),
+        (["--seed", 2**64], "seed: got 18446744073709551616, allowed is 0 to"),
+        (["--tokens", 7], "tokens: got 7, allowed is 8 to 65536"),
+        (["--tokens", 10**11], "tokens: got 100000000000, allowed is 8 to 65536"),
+        (["--layers", ""], "layers: got '', allowed is such as 0-3,last below 2"),
+    ],
+)
+def test_a_number_out_of_range_is_one_line(model, words, says, capsys):
+    assert run("model", *model, "--a", "torch:cpu", *words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"twinfer: error: {says}")
