@@ -87,9 +87,14 @@ def capture(arguments: Arguments) -> int:
     patterns = [] if arguments.taps == "none" else arguments.taps.split(",")
     fault = _fault(arguments, subject.model)
     made = capture_model(subject, target, steps, taps=patterns, fault=fault, progress=_tell)
+    taps = sum(len(taps) for recorded in made.steps for taps in recorded.taps.values())
+    if patterns and not taps:
+        raise ConfigError(
+            f"taps: got {arguments.taps!r}, which is the name of no op call; allowed are patterns "
+            "such as paged_attention,linear* and none"
+        )
     folder = bundle.write(made, arguments.out)
     size = sum(path.stat().st_size for path in folder.iterdir())
-    taps = sum(len(taps) for recorded in made.steps for taps in recorded.taps.values())
     print(
         f"{folder}: {len(steps)} steps, {taps} op calls of {subject.name} in {subject.dtype}, "
         f"{size / 1e6:.1f} MB"

@@ -128,3 +128,12 @@ def test_a_number_out_of_range_is_one_line(model, words, says, capsys):
     assert run("model", *model, "--a", "torch:cpu", *words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"twinfer: error: {says}")
+
+
+@pytest.mark.parametrize("taps", ["", "paged_atention"])
+def test_taps_that_nothing_matches_are_refused(model, tmp_path, taps, capsys):
+    folder = tmp_path / "bundle"
+    words = ["--on", "torch:cpu", "--steps", 1, "--out", folder, "--taps", taps]
+    assert run("capture", *model, *words) == 2
+    assert f"taps: got {taps!r}, which is the name of no op call" in capsys.readouterr().err
+    assert not folder.exists()
