@@ -181,6 +181,15 @@ def test_a_server_takes_no_empty_text(flag, capsys):
     )
 
 
+@pytest.mark.parametrize("key", ["secret\n", " secret", "schl\u00fcssel", "a\tb"])
+def test_a_server_takes_no_key_that_nobody_can_send(key, monkeypatch, capsys):
+    monkeypatch.setenv("TWINFER_API_KEY", key)
+    assert main(["serve", "demo", "--backend", "torch", "--port", "0"]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("twinfer: error: api-key, TWINFER_API_KEY: got one that no client can")
+    assert "secret" not in line
+
+
 def test_a_server_starts_no_thousands_of_engines(capsys):
     with pytest.raises(SystemExit):
         main(["serve", "demo", "--backend", "torch", "--dp", "100000"])
