@@ -23,8 +23,15 @@ SHORT_FLAGS = (
     "-v",
     *(flag for entry in TABLE for flag in entry.short if not flag.startswith("--")),
 )
-OTHER_NAMES = near_flags(TABLE)
+OTHER_NAMES = near_flags(TABLE) | {
+    "--enable-auto-tool-choice": "--tool-call-parser",
+    "--reasoning-parser": "--tool-call-parser",
+}
 """What other engines call our flags."""
+CLOSE = 0.72
+"""How alike a flag and an unknown one must be by their letters. At 0.6, which is difflib's own,
+--block-size is one that somebody may have meant by --tokenizer.
+"""
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -131,7 +138,7 @@ def nearest(unknown: str, flags: Sequence[str]) -> str | None:
     if OTHER_NAMES.get(unknown) in flags:
         return OTHER_NAMES[unknown]
     longer = [flag for flag in flags if len(unknown) > 3 and flag.startswith(unknown)]
-    close = longer or difflib.get_close_matches(unknown, flags, 1)
+    close = longer or difflib.get_close_matches(unknown, flags, 1, CLOSE)
     return close[0] if close else None
 
 

@@ -166,11 +166,20 @@ def test_the_benchmarks_help_says_their_own_defaults():
         ("--disable-radix-cache", "--no-enable-prefix-caching"),
         ("--disable-cuda-graph", "--enforce-eager"),
         ("--backed", "--backend"),
+        ("--num-scheduler-steps", "--decode-steps"),
+        ("--tokenizer", None),
+        ("--enable-expert-parallel", None),
         ("--xyzzy", None),
     ],
 )
 def test_the_flag_that_was_meant(unknown, flag):
     assert nearest(unknown, LEAVES["generate"].flags) == flag
+
+
+def test_the_servers_flag_that_was_meant():
+    flags = LEAVES["serve"].flags
+    assert nearest("--reasoning-parser", flags) == "--tool-call-parser"
+    assert nearest("--uvicorn-log-level", flags) is None
 
 
 def test_the_flags_of_a_nested_command_are_its_own():

@@ -19,6 +19,7 @@ from twinfer.shared.models.config import ModelConfig
 from twinfer.shared.models.config_json import load_config, parse_config
 from twinfer.shared.models.decoder import parameters_of, rotary_tables
 from twinfer.shared.models.families.dense import FIXED, HARMLESS, READ
+from twinfer.shared.models.locate import model_folder
 from twinfer.shared.models.rope import RopeConfig, rope_inverse_frequencies
 
 from .checkpoint_tensors import expected_tensors
@@ -983,6 +984,14 @@ def test_load_reads_both_files(tmp_path):
     assert isinstance(config, ModelConfig)
     assert config.eos_token_ids == (2, 8)
     assert load_config(str(tmp_path)) == config
+
+
+def test_the_name_of_a_model_on_the_hub_is_told_how_to_become_a_folder():
+    words = (
+        "no such folder: Qwen/Qwen3-0.6B; nothing is downloaded here: .* `hf download Qwen/Qwen3"
+    )
+    with pytest.raises(ModelNotFound, match=words):
+        model_folder("Qwen/Qwen3-0.6B")
 
 
 def test_missing_folder_and_file(tmp_path):
