@@ -5,6 +5,7 @@ one of them runs: an engine that starts needs none of it.
 from __future__ import annotations
 
 import argparse
+import os
 import traceback
 from typing import Any
 
@@ -25,6 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from . import commands
 
+    check_files(arguments)
     try:
         return int(getattr(commands, arguments.numerics_command)(arguments))
     except (TwinferError, BrokenPipeError):
@@ -32,6 +34,24 @@ def run(arguments: argparse.Namespace) -> int:
     except Exception as error:
         traceback.print_exc()
         raise InfrastructureError(f"{type(error).__name__}: {error}") from error
+
+
+def check_files(arguments: argparse.Namespace) -> None:
+    """Raise InfrastructureError where a result cannot be written: before the work, not after it."""
+    for name in ("json", "junit"):
+        place = getattr(arguments, name, None)
+        if place in (None, "-"):  # - is standard output
+            continue
+        folder = os.path.dirname(place) or "."
+        why = ""
+        if not place or os.path.isdir(place):
+            why = "it is no name of a file"
+        elif not os.path.isdir(folder):
+            why = f"there is no folder {folder}"
+        elif not os.access(place if os.path.exists(place) else folder, os.W_OK):
+            why = "permission denied"
+        if why:
+            raise InfrastructureError(f"{name}: cannot write {place!r}: {why}")
 
 
 def add_parsers(parser: argparse.ArgumentParser) -> None:

@@ -44,6 +44,8 @@ from .sides.subject import Subject, Target, open_subject, parse_target
 
 Arguments = argparse.Namespace
 AnyReport = TypeVar("AnyReport", bound=Report)
+MOST_TOKENS = 2**16
+"""Of a step: references hold all that it computes in float64."""
 PLACES = "json", "junit", "out"
 """Flags that only say where results go."""
 SIDES = "a", "b", "on", "backend"
@@ -58,7 +60,9 @@ def model(arguments: Arguments) -> int:
     modes, targets = parse_modes(arguments.mode), _pair(arguments)
     subject = _subject(arguments)
     prompts = _prompts(arguments, subject)
-    layers = parse_layers(arguments.layers, subject.model.num_layers) if arguments.layers else None
+    layers = None
+    if arguments.layers is not None:
+        layers = parse_layers(arguments.layers, subject.model.num_layers)
     faults = plant_by_side(arguments.plant, subject.model)
     diff = compare_model(
         subject, targets, make_steps(subject, prompts), modes=modes, layers=layers, faults=faults,
@@ -83,9 +87,14 @@ def capture(arguments: Arguments) -> int:
     patterns = [] if arguments.taps == "none" else arguments.taps.split(",")
     fault = _fault(arguments, subject.model)
     made = capture_model(subject, target, steps, taps=patterns, fault=fault, progress=_tell)
+    taps = sum(len(taps) for recorded in made.steps for taps in recorded.taps.values())
+    if patterns and not taps:
+        raise ConfigError(
+            f"taps: got {arguments.taps!r}, which is the name of no op call; allowed are patterns "
+            "such as paged_attention,linear* and none"
+        )
     folder = bundle.write(made, arguments.out)
     size = sum(path.stat().st_size for path in folder.iterdir())
-    taps = sum(len(taps) for recorded in made.steps for taps in recorded.taps.values())
     print(
         f"{folder}: {len(steps)} steps, {taps} op calls of {subject.name} in {subject.dtype}, "
         f"{size / 1e6:.1f} MB"
@@ -244,8 +253,10 @@ def selftest(arguments: Arguments) -> int:
 
 
 def _subject(arguments: Arguments) -> Subject:
-    if arguments.tokens < 8:
-        raise ConfigError(f"tokens: got {arguments.tokens}, allowed is at least 8")
+    if not 8 <= arguments.tokens <= MOST_TOKENS:
+        raise ConfigError(f"tokens: got {arguments.tokens}, allowed is 8 to {MOST_TOKENS}")
+    if not 0 <= arguments.seed < 2**64:
+        raise ConfigError(f"seed: got {arguments.seed}, allowed is 0 to {2**64 - 1}")
     if arguments.max_model_len < 64:
         raise ConfigError(f"max_model_len: got {arguments.max_model_len}, allowed is at least 64")
     names = "dtype", "load_format", "seed", "tokens", "max_model_len"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from ..shared.engine_config import parse_device
 from ..shared.errors import ConfigError
 from ..shared.worker import backend_module
 from .flags import engine_options
@@ -34,6 +35,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit code 0, or 3 if the model does not fit."""
     if arguments.backend not in ("auto", "jax"):
         raise ConfigError(f"backend: got {arguments.backend}, only jax compiles ahead of time")
+    if parse_device(arguments.device)[0] not in ("auto", "tpu"):
+        raise ConfigError(
+            f"device: got {arguments.device}, allowed are auto and tpu: programs are for the slice "
+            "that --topology names"
+        )
     what = arguments.out, arguments.programs, arguments.json
     with StartBar("compiling", shown=True) as bar:
         progress = bar.update if bar.shown else print_progress

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..shared.backends import first_installed
 from ..shared.config import EngineConfig
-from ..shared.errors import ConfigError
 from ..shared.limits import Limits
 from ..shared.models.arguments import add_model
 from ..shared.models.config_json import load_config
@@ -32,6 +31,7 @@ from .bench import (
 )
 from .bench_serve_flags import add_bench_serve
 from .flags import add_engine, engine_options
+from .parser import check_writable, not_empty
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -62,7 +62,10 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
         parser.set_defaults(**ENGINE_DEFAULTS)
         add_model(parser)
         parser.add_argument(
-            "--json", metavar="FILE", help="write the result there as well (default: nowhere)"
+            "--json",
+            type=not_empty,
+            metavar="FILE",
+            help="write the result there as well (default: nowhere)",
         )
     w = offline.add_argument_group(
         "workload (the defaults are the one that figures are compared on)"
@@ -170,7 +173,7 @@ def run(arguments: argparse.Namespace) -> int:
         limit = load_config(model_folder(model)).max_position_embeddings
         options["max_model_len"] = min(USUAL_LENGTH, limit)
     if arguments.json:
-        _check_writable(arguments.json)
+        check_writable(arguments.json)
     result = (_latency if arguments.bench == "latency" else _offline)(
         arguments, model_folder(model), options
     )
@@ -191,13 +194,6 @@ def run(arguments: argparse.Namespace) -> int:
             f"{late} compilations after ready: the figures are not those of a warm engine"
         )
     return 1 if late else 0
-
-
-def _check_writable(path: str) -> None:
-    try:
-        open(path, "a", encoding="utf-8").close()
-    except OSError as error:
-        raise ConfigError(f"json: cannot write {path}: {error.strerror or error}") from error
 
 
 def _offline(arguments: argparse.Namespace, folder: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import aiohttp
 from ..shared.errors import ConfigError, TwinferError
 from ..shared.models.config_json import load_config
 from ..shared.models.locate import model_folder
+from .parser import check_writable
 
 MARGIN = 100
 """Random token ids keep away from both ends of the vocabulary, where special tokens lie."""
@@ -63,6 +64,8 @@ class Seen:
 def run(arguments: argparse.Namespace) -> int:
     """Exit code 0; 1 if a request failed. Raises ConfigError, TwinferError."""
     goals = dict(_goal(text) for text in arguments.goodput or ())
+    if arguments.json:
+        check_writable(arguments.json)
     result = asyncio.run(_run(arguments, goals))
     _print(result, arguments)
     if arguments.json:
@@ -379,8 +382,11 @@ def _print_row(title: str, value: Any) -> None:
 def _goal(text: str) -> tuple[str, float]:
     name, _, value = text.partition(":")
     try:
-        if name not in ("ttft", "tpot", "e2el"):
+        limit = float(value)
+        if name not in ("ttft", "tpot", "e2el") or not limit > 0:
             raise ValueError
-        return name, float(value)
+        return name, limit
     except ValueError:
-        raise ConfigError(f"goodput: got {text}, must be ttft:MS, tpot:MS or e2el:MS") from None
+        raise ConfigError(
+            f"goodput: got {text}, must be ttft:MS, tpot:MS or e2el:MS with more than 0 of them"
+        ) from None

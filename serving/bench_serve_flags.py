@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .parser import whole_number
+from .parser import http_url, not_empty, whole_number
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 DATASETS = ("random", "prefix-repetition", "custom")
@@ -16,7 +16,11 @@ def add_bench_serve(kinds: Any) -> None:
     parser = kinds.add_parser("serve", help="load on a running server, and what its clients see")
     g = parser.add_argument_group("server")
     g.add_argument(
-        "--base-url", default="http://127.0.0.1:8000", metavar="URL", help="default: %(default)s"
+        "--base-url",
+        type=http_url,
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="default: %(default)s",
     )
     g.add_argument("--api-key", metavar="KEY", help="sent with each request (default: none)")
     g.add_argument(
@@ -39,18 +43,18 @@ def add_bench_serve(kinds: Any) -> None:
     g.add_argument(
         "--dataset-path", metavar="FILE", help="custom: a JSON object with prompt in each line"
     )
-    for name, value, text in (
-        ("num-prompts", 100, "requests"),
-        ("input-len", 1024, "tokens in"),
-        ("output-len", 128, "tokens out"),
-        ("prefix-len", 256, "prefix-repetition: tokens that prompts share"),
-        ("num-prefixes", 10, "prefix-repetition: different prefixes"),
-        ("num-warmups", 1, "requests before the clock starts"),
-        ("seed", 0, "of prompts, lengths and times"),
+    for name, least, value, text in (
+        ("num-prompts", 1, 100, "requests"),
+        ("input-len", 1, 1024, "tokens in"),
+        ("output-len", 1, 128, "tokens out"),
+        ("prefix-len", 0, 256, "prefix-repetition: tokens that prompts share"),
+        ("num-prefixes", 1, 10, "prefix-repetition: different prefixes"),
+        ("num-warmups", 0, 1, "requests before the clock starts"),
+        ("seed", 0, 0, "of prompts, lengths and times"),
     ):
         g.add_argument(
             f"--{name}",
-            type=whole_number(0),
+            type=whole_number(least),
             default=value,
             metavar="N",
             help=f"{text} (default: %(default)s)",
@@ -78,7 +82,7 @@ def add_bench_serve(kinds: Any) -> None:
     )
     g.add_argument(
         "--max-concurrency",
-        type=whole_number(0),
+        type=whole_number(1),
         metavar="N",
         help="requests at a time (default: all)",
     )
@@ -123,7 +127,10 @@ def add_bench_serve(kinds: Any) -> None:
         help="count requests within ttft, tpot or e2el; may be repeated (default: none)",
     )
     g.add_argument(
-        "--json", metavar="FILE", help="write the result there as well (default: nowhere)"
+        "--json",
+        type=not_empty,
+        metavar="FILE",
+        help="write the result there as well (default: nowhere)",
     )
     g.add_argument(
         "--append-result", action="store_true", help="behind what a file has (default: instead)"
@@ -133,22 +140,29 @@ def add_bench_serve(kinds: Any) -> None:
     )
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be a number") from None
+
+
 def _positive(text: str) -> float:
-    number = float(text)
+    number = _number(text)
     if not number > 0:
         raise argparse.ArgumentTypeError(f"got {text}, must be more than 0")
     return number
 
 
 def _temperature(text: str) -> float:
-    number = float(text)
+    number = _number(text)
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"got {text}, allowed is 0 or more")
     return number
 
 
 def _share(text: str) -> float:
-    number = float(text)
+    number = _number(text)
     if not 0 <= number < 1:
         raise argparse.ArgumentTypeError(f"got {text}, allowed is 0 to 1, without 1")
     return number
@@ -163,7 +177,7 @@ def _metrics(text: str) -> tuple[str, ...]:
 
 
 def _percentiles(text: str) -> tuple[float, ...]:
-    numbers = tuple(float(part) for part in text.split(","))
+    numbers = tuple(_number(part) for part in text.split(","))
     if not all(0 <= number <= 100 for number in numbers):
         raise argparse.ArgumentTypeError(f"got {text}, allowed is 0 to 100")
     return numbers

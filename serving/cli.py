@@ -43,6 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     arguments, unknown = parser.parse_known_args(join_values(words))
     if flags := [word for word in unknown if word.startswith("-")]:
+        if (flag := flags[0].partition("=")[0]) in parser.flags:
+            parser.error(
+                f"{flag} stands before the command: twinfer {flag} ... {arguments.command}"
+            )
         parser.leaf(arguments).refuse(flags[0])
     try:
         if hasattr(arguments, WORD):
@@ -81,8 +85,11 @@ def _run(arguments: argparse.Namespace) -> int:
         )
         if getattr(arguments, "backend", "jax") == "auto":
             arguments.backend = "jax"  # the only one that spans hosts
-    elif arguments.hosts > 1:
-        raise ConfigError(f"hosts: got {arguments.hosts}, needs --coordinator")
+    elif (arguments.hosts, arguments.host_index) != (1, 0):
+        raise ConfigError(
+            f"hosts, host_index: got {arguments.hosts}, {arguments.host_index}, without "
+            "--coordinator allowed are 1, 0"
+        )
     return int(arguments.run(arguments))
 
 

@@ -7,9 +7,11 @@ import difflib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 from ..shared import option_text
 from ..shared.engine_config import EngineConfig
+from ..shared.errors import ConfigError
 from ..shared.options import near_flags, options_of
 from ..shared.sampling_params import SamplingParams
 
@@ -21,8 +23,15 @@ SHORT_FLAGS = (
     "-v",
     *(flag for entry in TABLE for flag in entry.short if not flag.startswith("--")),
 )
-OTHER_NAMES = near_flags(TABLE)
+OTHER_NAMES = near_flags(TABLE) | {
+    "--enable-auto-tool-choice": "--tool-call-parser",
+    "--reasoning-parser": "--tool-call-parser",
+}
 """What other engines call our flags."""
+CLOSE = 0.72
+"""How alike a flag and an unknown one must be by their letters. At 0.6, which is difflib's own,
+--block-size is one that somebody may have meant by --tokenizer.
+"""
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -129,18 +138,20 @@ def nearest(unknown: str, flags: Sequence[str]) -> str | None:
     if OTHER_NAMES.get(unknown) in flags:
         return OTHER_NAMES[unknown]
     longer = [flag for flag in flags if len(unknown) > 3 and flag.startswith(unknown)]
-    close = longer or difflib.get_close_matches(unknown, flags, 1)
+    close = longer or difflib.get_close_matches(unknown, flags, 1, CLOSE)
     return close[0] if close else None
 
 
 def join_values(words: Sequence[str]) -> list[str]:
-    """`--enable-ops -rms_norm` as `--enable-ops=-rms_norm`. Long flags, and the short ones, stay
-    flags.
+    """`--enable-ops -rms_norm` as `--enable-ops=-rms_norm`, and a list that begins with a negative
+    number likewise. Long flags, and the short ones, stay flags.
     """
     joined: list[str] = []
     for word in words:
         is_value = word.startswith("-") and not word.startswith("--") and word not in SHORT_FLAGS
-        if is_value and joined and joined[-1] in MINUS_VALUES:
+        before = joined[-1] if joined else ""
+        is_list = before.startswith("--") and "," in word and word[1:2].isdigit()
+        if is_value and (before in MINUS_VALUES or is_list):
             joined[-1] += f"={word}"
         else:
             joined.append(word)
@@ -159,16 +170,45 @@ def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return type_of
 
 
-def whole_number(least: int) -> Callable[[str], int]:
-    """A reader of whole numbers from `least` on, which may have a unit, for argparse."""
+def whole_number(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
+    """A reader of whole numbers from `least` to `most`, which may have a unit, for argparse."""
 
     def read(text: str) -> int:
         number = size(text)
-        if not least <= number < 2**31:
-            raise argparse.ArgumentTypeError(f"got {text}, allowed is {least} to {2**31 - 1}")
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"got {text}, allowed is {least} to {most}")
         return int(number)
 
     return read
+
+
+def not_empty(text: str) -> str:
+    """A reader of texts, for argparse: a variable of a shell that is not set gives an empty one."""
+    if not text:
+        raise argparse.ArgumentTypeError("got '', allowed is a text that is not empty")
+    return text
+
+
+def http_url(text: str) -> str:
+    """A reader of addresses of servers, for argparse."""
+    try:
+        parts = urlsplit(text)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        known = False
+    if not known:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, allowed is a URL such as http://127.0.0.1:8000"
+        )
+    return text
+
+
+def check_writable(path: str) -> None:
+    """Raise ConfigError where a file of `--json` cannot be written: before the work, not after."""
+    try:
+        open(path, "a", encoding="utf-8").close()
+    except OSError as error:
+        raise ConfigError(f"json: cannot write {path}: {error.strerror or error}") from error
 
 
 size = argument(option_text.size)

@@ -15,6 +15,7 @@ from ..shared.models.config_json import load_config
 from ..shared.models.families import model_of
 from ..shared.models.locate import model_folder
 from ..shared.models.spec import Attention
+from ..shared.quantized import with_quantization
 from ..shared.worker import backend_module
 from .flags import engine_options
 
@@ -24,6 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     model = load_config(model_folder(arguments.model))
     backend, device, _ = find_backend(arguments.backend, arguments.device)
     config = EngineConfig(**engine_options(arguments), model=arguments.model, backend=backend)
+    model, _ = with_quantization(model, config.quantization)
     resolved, _ = resolve(config, model, device)
     try:
         plans = backend_module(backend).make_plans(model, resolved)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from .flags import add_generation_config
-from .parser import whole_number
+from .parser import not_empty, whole_number
 
 PORT = 8000
 KEY_VARIABLE = "TWINFER_API_KEY"
@@ -18,15 +18,21 @@ PARSERS = (
 def add_serve(parser: argparse.ArgumentParser) -> None:
     """Where it listens, who may enter, how much may wait, and when it gives up."""
     g = parser.add_argument_group("server")
-    g.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s)")
+    g.add_argument(
+        "--host", type=not_empty, default="127.0.0.1", help="address (default: %(default)s)"
+    )
     g.add_argument(
         "--port", type=port_number, default=PORT, help="0 takes any free one (default: %(default)s)"
     )
     g.add_argument(
-        "--uds", metavar="PATH", help="a Unix socket instead of host and port (default: none)"
+        "--uds",
+        type=not_empty,
+        metavar="PATH",
+        help="a Unix socket instead of host and port (default: none)",
     )
     g.add_argument(
         "--admin-uds",
+        type=not_empty,
         metavar="PATH",
         help="a second Unix socket, for this user alone: requests, config, drain, "
         "reset_prefix_cache (default: none)",
@@ -35,14 +41,16 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "--data-parallel-size",
         "--dp",
         "-dp",
-        type=whole_number(1),
+        type=whole_number(1, 256),
         default=1,
         metavar="N",
-        help="engines behind this server, each with devices of its own (default: %(default)s)",
+        help="engines behind this server, each with devices of its own: 1 to 256 (default: "
+        "%(default)s)",
     )
     g.add_argument(
         "--served-model-name",
         action="append",
+        type=not_empty,
         metavar="NAME",
         help="what clients call the model; may be repeated (default: MODEL)",
     )
@@ -52,8 +60,15 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help=f"only who sends it may enter; may be repeated (default: ${KEY_VARIABLE}, else all)",
     )
-    g.add_argument("--ssl-certfile", metavar="FILE", help="certificate for https (default: http)")
-    g.add_argument("--ssl-keyfile", metavar="FILE", help="its private key (default: http)")
+    g.add_argument(
+        "--ssl-certfile",
+        type=not_empty,
+        metavar="FILE",
+        help="certificate for https (default: http)",
+    )
+    g.add_argument(
+        "--ssl-keyfile", type=not_empty, metavar="FILE", help="its private key (default: http)"
+    )
     g.add_argument(
         "--root-path",
         default="",
@@ -80,6 +95,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     )
     g.add_argument(
         "--otlp-traces-endpoint",
+        type=not_empty,
         metavar="URL",
         help="where spans of calls go, as OpenTelemetry's OTLP over HTTP; needs the extra traces "
         "(default: nowhere)",

@@ -70,7 +70,7 @@ def candidates(device: str, pci: Path = PCI, dev: Path = DEV) -> Iterator[Candid
     if kind == "cpu" or anything:
         seen = "" if kind == "cpu" or tpu or nvidia else "; no TPU and no NVIDIA driver was found"
         yield Candidate("torch", device, f"is the faster one on CPUs{seen}")
-        yield Candidate("jax", "cpu", "runs CPUs too")
+        yield Candidate("jax", "cpu" if anything else device, "runs CPUs too")
 
 
 def find_backend(backend: str, device: str) -> tuple[Backend, DeviceInfo, list[Change]]:

@@ -282,10 +282,19 @@ class Checkpoint:
                 )
         for file in sorted(set(files.values())):
             if not os.path.isfile(self._folder / file):
+                self._refuse_dangling(file)
                 self._fail(f"{path}: names {file}, which is not in {self._folder}")
         return files
 
+    def _refuse_dangling(self, file: str) -> None:
+        """Raise CheckpointError about a link to nowhere: caches of downloads consist of links."""
+        path = self._folder / file
+        if os.path.islink(path) and not os.path.exists(path):
+            self._fail(f"{path}: is a link to {os.readlink(path)}, which is not there")
+
     def _refuse_folder(self) -> NoReturn:
+        for name in (SINGLE, INDEX):
+            self._refuse_dangling(name)
         pickles = sorted(path.name for pattern in PICKLES for path in self._folder.glob(pattern))
         if pickles:
             self._fail(

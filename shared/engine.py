@@ -54,6 +54,7 @@ from .sampling_params import SamplingParams
 from .scheduler import Scheduler, SchedulerMetrics
 from .scheduler_config import SchedulerConfig
 from .step import StepInput, StepOutput, TopLogprobs, mask_words
+from .weights import check_memory
 from .worker import (
     ProgramReport,
     RankProcesses,
@@ -197,6 +198,7 @@ class Engine:
         self.config, changes = resolve(config, model, self.device, demand)
         weights = None if self.config.load_format == "dummy" else self._folder
         self.model, scales = with_scales(model, self.config, weights)
+        check_memory(self.model, self.config, self.device)
         self.report = StartReport([*chosen, *changes, *quantized, *scales])
         self._asked = self.config
         self.table = self.config.table()
@@ -707,30 +709,38 @@ def _wanted_logprobs(
     top: TopLogprobs, requests: Sequence[Request], tokens: Sequence[int], indices: Sequence[int]
 ) -> Iterator[TokenLogprobs]:
     """Those of the requests that want any, in order; of each the one token at its index."""
-    rows, chosen, counts = [], [], []
-    for index, token, request in zip(indices, tokens, requests, strict=True):
-        if request.params.logprobs is not None:
-            rows.append(index)
-            chosen.append(token)
-            counts.append(request.params.logprobs)
+    wanted = [
+        (index, token, request.params.logprobs)
+        for index, token, request in zip(indices, tokens, requests, strict=True)
+        if request.params.logprobs is not None
+    ]
+    rows, chosen, counts = zip(*wanted, strict=True) if wanted else ((), (), ())
     return iter(_listed(top, rows, chosen, counts))
 
 
 def _listed(
-    top: TopLogprobs, rows: list[int], tokens: list[int], counts: list[int]
+    top: TopLogprobs, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]
 ) -> list[TokenLogprobs]:
     """The log-probabilities of `rows`: of the token of each, and of the best ones, as many as asked
     for. All rows in a few calls: numbers that are fetched one by one take far longer.
     """
-    most = max(counts, default=0)
+    if not rows:
+        return []
+    most = max(counts)
+    # A view of one row takes half as long as an array of its number.
+    picked = slice(rows[0], rows[0] + 1) if len(rows) == 1 else np.asarray(rows)
     numbers = (
-        top.rank[rows].tolist(),
-        np.maximum(top.chosen[rows], LEAST_LOGPROB).tolist(),
-        top.top_ids[rows, :most].tolist(),
-        np.maximum(top.top[rows, :most], LEAST_LOGPROB).tolist(),
+        top.rank[picked].tolist(),
+        top.chosen[picked].tolist(),
+        top.top_ids[picked, :most].tolist(),
+        top.top[picked, :most].tolist(),
     )
     found = []
     for token, count, rank, chosen, ids, values in zip(tokens, counts, *numbers, strict=True):
+        if values and values[-1] < LEAST_LOGPROB:  # the least of them
+            values = [max(value, LEAST_LOGPROB) for value in values]
+        logprobs = {token: Logprob(max(chosen, LEAST_LOGPROB), rank)}
         best = map(Logprob, values[:count], itertools.count(1))
-        found.append({token: Logprob(chosen, rank)} | dict(zip(ids[:count], best, strict=True)))
+        logprobs |= zip(ids[:count], best, strict=True)
+        found.append(logprobs)
     return found

@@ -176,7 +176,7 @@ class EngineConfig:
         near=("chunked_prefill_size",),
     )  # fmt: skip
     decode_steps: int = _scheduler(
-        1, Whole(1, MAX_DECODE_STEPS), shapes=True,
+        1, Whole(1, MAX_DECODE_STEPS), shapes=True, near=("num_scheduler_steps",),
         help="tokens to decode while the host does not look (docs/adr/0005)",
     )  # fmt: skip
     scheduling_policy: str = _scheduler(

@@ -13,6 +13,8 @@ from typing import Any
 from . import option_text
 
 INT32_MAX = 2**31 - 1
+LEAST_SCALE = 2.0**-126
+"""Below it a scale, and above its inverse its reciprocal, would be subnormal."""
 
 
 class Refusal(ValueError):
@@ -341,6 +343,8 @@ class Scales(Kind):
             raise Refusal
         if not all(math.isfinite(item) and item > 0 for item in items):
             raise Refusal
+        if not all(LEAST_SCALE <= item <= 1 / LEAST_SCALE for item in items):
+            raise Refusal(f"got {items}, allowed are scales from 2**-126 to 2**126")
         return items
 
     def read(self, text: str) -> Any:

@@ -376,6 +376,27 @@ def with_masks(step: StepInput, masks: np.ndarray) -> np.ndarray:
     return processors
 
 
+class EntryCount:
+    """How many entries of tables or histories steps have brought to a worker so far. Each step
+    says how many it follows, 0 where all begin anew.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what, self._count = what, 0
+
+    def add(self, step_id: int, start: int, count: int) -> None:
+        """Count the `count` entries of a step that follow `start` others.
+
+        Raises InternalError if a step between was lost, or this one came before.
+        """
+        if start not in (self._count, 0):
+            raise InternalError(
+                f"step {step_id}: its new {self._what} follow {start}, {self._count} came: "
+                "a step was lost or came twice"
+            )
+        self._count = start + count
+
+
 class PageEntries:
     """What a worker writes into its page tables [row, P] before each step. All steps pass here,
     in order.
@@ -386,7 +407,7 @@ class PageEntries:
         self._num_groups = shape.num_groups
         # At most the size of a page, so that no column of a table that came whole is left out.
         self._least_page_size = -(-shape.max_model_len // shape.pages_per_request)
-        self._count = 0
+        self._count = EntryCount("entries of page tables")
 
     def take(self, step: StepInput) -> tuple[np.ndarray, np.ndarray]:
         """(row * P + column, page) of the entries [n] that `step` needs and the steps before did
@@ -397,13 +418,7 @@ class PageEntries:
         new = step.new_pages
         if new is None:
             return self._all_of(step)
-        if new.start not in (self._count, 0):
-            raise InternalError(
-                f"step {step.step_id}: its new pages follow {new.start} entries of page tables, "
-                f"{self._count} came: "
-                "a step was lost or came twice"
-            )
-        self._count = new.start + len(new.pages)
+        self._count.add(step.step_id, new.start, len(new.pages))
         return new.rows * self._width + new.columns, new.pages
 
     def _all_of(self, step: StepInput) -> tuple[np.ndarray, np.ndarray]:
@@ -440,7 +455,7 @@ class HistoryEntries:
     """
 
     def __init__(self) -> None:
-        self._count = 0
+        self._count = EntryCount("tokens of histories")
 
     def take(self, step: StepInput) -> HistoryChanges:
         """The changes of `step`, whose sampler is `processed`.
@@ -452,12 +467,7 @@ class HistoryEntries:
         new = step.new_tokens
         if new is None:
             raise InternalError(f"step {step.step_id} has neither new tokens nor histories")
-        if new.start not in (self._count, 0):
-            raise InternalError(
-                f"step {step.step_id}: its new tokens follow {new.start} of histories, "
-                f"{self._count} came: a step was lost or came twice"
-            )
-        self._count = new.start + len(new.tokens)
+        self._count.add(step.step_id, new.start, len(new.tokens))
         if len(new.tokens) == len(new.indices) and new.firsts.all():
             return HistoryChanges(new.indices, new.firsts, new.tokens)
         counts = new.ends - new.firsts

@@ -264,6 +264,8 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
         if not isinstance(why, Exception) and type(why).__name__ != "PanicException":
             raise
         raise ModelError(f"{path}: is not a valid tokenizer: {show(str(why), 160)}") from None
+    if backend.get_vocab_size(with_added_tokens=False) == 0:
+        raise ModelError(f"{path}: model.vocab is empty, at least one token is needed")
     return backend
 
 

@@ -15,7 +15,10 @@ import numpy as np
 from ..ops.reference import quantization
 from ..ops.reference.sampling import hash_tokens
 from .checkpoint import Checkpoint
-from .errors import CheckpointError
+from .config import DeviceInfo, ResolvedConfig
+from .errors import CheckpointError, ConfigError
+from .models.config import ModelConfig
+from .models.decoder import parameters_of
 from .models.spec import Narrow
 from .models.table import (
     TOP,
@@ -25,11 +28,29 @@ from .models.table import (
     Piece,
     is_power_of_two,
     keys,
+    weight_bytes,
 )
+from .option_kinds import LEAST_SCALE
 
 DUMMY_STD = 0.02
-SCALES = (2.0**-126, 2.0**126)
+SCALES = (LEAST_SCALE, 1 / LEAST_SCALE)
 """What scales may be: neither they nor their reciprocals are subnormal."""
+
+
+def check_memory(model: ModelConfig, config: ResolvedConfig, device: DeviceInfo) -> None:
+    """Raise ConfigError where the weights are larger than a machine's memory. A GPU says so itself;
+    on a CPU the system lets a process have more than there is, and kills it once that is used.
+    """
+    if device.platform != "cpu":
+        return
+    itemsize = 4 if config.dtype == "float32" else 2
+    size = weight_bytes(parameters_of(model), itemsize)
+    if size > device.memory:
+        raise ConfigError(
+            f"dtype: got {config.dtype}, in which the weights take {size / 2**30:.1f} GiB; this "
+            f"machine has {device.memory / 2**30:.1f}: take a smaller dtype, --quantization or a "
+            "smaller model"
+        )
 
 
 def is_made(checkpoint: Checkpoint | None, parameter: Parameter) -> bool:

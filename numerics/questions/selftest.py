@@ -15,14 +15,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from ...shared.config import ResolvedConfig
+from ...shared.config import DeviceInfo, ResolvedConfig
 from ...shared.errors import ConfigError
 from ...shared.models.caches import layout_of
 from ...shared.models.config import ModelConfig
 from ...shared.step import StepInput
-from ...shared.worker import create_worker
+from ...shared.worker import Worker, create_worker
 from ..faults.catalogue import CATALOGUE
 from ..faults.engine import ENGINE_FAULTS, EngineFault, Planted
 from ..faults.making import Entry
@@ -287,13 +287,17 @@ class _Engine:
     def run(self, seed: int, fault: EngineFault | None = None) -> Iterator[str]:
         """What the invariants say of the prompts of a seed."""
 
-        def create(model: ModelConfig, config: ResolvedConfig, *rest: Any) -> Any:
+        def create(
+            model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str
+        ) -> Worker:
             key = config.page_groups
             if key not in self.planted:
                 groups = layout_of(model, config).groups
-                self.planted[key] = Planted(create_worker(model, config, *rest), groups)
+                worker = create_worker(model, config, device, folder)
+                self.planted[key] = Planted(worker, groups)
             self.planted[key].plant(fault)
-            return self.planted[key]
+            # It passes on what it does not define.
+            return cast(Worker, self.planted[key])
 
         prompts = default_prompts(self.subject, seed)
         report = check_invariants(

@@ -75,6 +75,12 @@ def run(arguments: argparse.Namespace) -> int:
     keys = arguments.api_key or [key for key in [os.environ.get(KEY_VARIABLE)] if key]
     if any(not key for key in keys):
         raise ConfigError("api-key: got an empty one")
+    if not all(key.isascii() and key.isprintable() and key == key.strip() for key in keys):
+        # Such as the end of a line from a file of a secret: every call would get 401.
+        raise ConfigError(
+            f"api-key, {KEY_VARIABLE}: got one that no client can send; allowed are characters of "
+            "printable ASCII, with no space at the ends"
+        )
     if (arguments.ssl_keyfile is None) != (arguments.ssl_certfile is None):
         raise ConfigError("ssl-keyfile, ssl-certfile: both are needed, or none")
     _allow_connections()

@@ -35,6 +35,7 @@ from .curve import CurveServer
 from .driver import COMMAND, ENVIRONMENT, STANDARD_ERROR, STOPPED_S, Doors, ending, give, is_stopped
 from .messages import Job, Keys
 
+LOG = logging.getLogger("twinfer.ray")
 PATIENCE_S = 300.0
 """How long a place for all ranks is waited for."""
 LOOK_S = 0.2
@@ -45,6 +46,9 @@ CARRIED = ("XLA_", "JAX_", "LIBTPU_", "TORCH", "TRITON_", "TWINFER_", "NCCL_", "
 """The variables of the driver that ranks get too: those of Ray's processes are the cluster's."""
 ADDRESS_OF_INTERFACE = 0x8915
 """SIOCGIFADDR of ioctl."""
+OWN = "local"
+"""The RAY_ADDRESS of a cluster that is started for this process, on this machine."""
+ADDRESSES = "HOST:PORT of a cluster, auto (the one that runs on this machine) and local (a new one)"
 VIRTUAL_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
@@ -151,19 +155,49 @@ def resources_of_cluster() -> dict[str, float]:
 
 
 def connect() -> None:
-    """Join the cluster that RAY_ADDRESS names or that runs here, or start one on this machine.
-    Raises BackendUnavailable.
+    """Join the Ray cluster that RAY_ADDRESS names, or start one on this machine where it names
+    none: a cluster that happens to run here may be somebody else's. A program that has joined one
+    by `ray.init` stays there.
+
+    Raises ConfigError, BackendUnavailable.
     """
     if ray.is_initialized():
         return
+    address = named_address()
+    options: dict[str, Any] = {"address": address, "log_to_driver": False}
+    if address == OWN:
+        # A cluster that runs has its dashboard, or none.
+        options["include_dashboard"] = False
     try:
-        ray.init(log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
-    except ValueError:  # a cluster that runs takes no such word
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+        with waiting(lambda: f"the Ray cluster at {address} (RAY_ADDRESS)"):
+            ray.init(**options, logging_level=logging.ERROR)
+    except ValueError as error:
+        raise ConfigError(
+            f"RAY_ADDRESS: got {address!r}, allowed are {ADDRESSES}: {first_line(error)}"
+        ) from error
     except Exception as error:  # several kinds, by what is not there
         raise BackendUnavailable(
-            f"distributed_executor_backend: ray: {first_line(error)}"
+            f"distributed_executor_backend: ray: no cluster at {address!r} (RAY_ADDRESS): "
+            f"{first_line(error)}"
         ) from error
+    how = "started" if address == OWN else "joined"
+    LOG.info("ray: %s %s (RAY_ADDRESS names another)", how, cluster_name())
+
+
+def named_address() -> str:
+    """What RAY_ADDRESS says, `local` if nothing. Raises ConfigError for one of Ray's clients."""
+    address = os.environ.get("RAY_ADDRESS") or OWN
+    if "://" in address:
+        raise ConfigError(
+            f"RAY_ADDRESS: got {address!r}, allowed are {ADDRESSES}: what starts the ranks has to "
+            "be on a machine of the cluster"
+        )
+    return address
+
+
+def cluster_name() -> str:
+    """Which cluster this process is in, in words."""
+    return f"the cluster at {ray.get_runtime_context().gcs_address}"
 
 
 def first_line(error: BaseException) -> str:
@@ -208,8 +242,8 @@ def slice_for(shards: int, members: Sequence[Mapping[str, Any]]) -> Slice:
             return one
     sizes = ", ".join(sorted({f"{one.devices} ({one.topology})" for one in found})) or "none"
     raise ConfigError(
-        f"tensor_parallel_size: got {shards}, allowed are the sizes of this cluster's TPU slices: "
-        f"{sizes}"
+        f"tensor_parallel_size: got {shards}, allowed in this Ray cluster (RAY_ADDRESS names "
+        f"another) are the sizes of its TPU slices: {sizes}"
     )
 
 
@@ -287,7 +321,8 @@ class Actors:
         if not placed:
             raise BackendUnavailable(
                 f"distributed_executor_backend: ray has no place for {count} ranks with "
-                f"{resources} each ({strategy}) after {PATIENCE_S:.0f} s"
+                f"{resources} each ({strategy}) in {cluster_name()} after {PATIENCE_S:.0f} s "
+                "(RAY_ADDRESS names another)"
             )
         kind_of = ray.remote(Actor)
         extra = {name: n for name, n in resources.items() if name not in ("CPU", "GPU")}

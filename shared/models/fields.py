@@ -81,7 +81,9 @@ class Fields:
             value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed
         ):
             return
-        self.refuse(name, value, " or ".join([*map(json.dumps, allowed), "absent"]))
+        written = [json.dumps(one) for one in allowed]
+        shown = quoted(value) if value in written else value  # the text "4" is not the number 4
+        self.refuse(name, shown, " or ".join([*written, "absent"]))
 
     def size(self, name: str, default: int | None = None, high: int = MAX_SIZE) -> int:
         """A positive integer. Without a default it must be there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from ..errors import ModelNotFound
 
 DEMO = "demo"
 SHAPES_FOLDER = Path(__file__).parent / "shapes"
+HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
+"""The name of a model on the Hugging Face Hub; a path may look like one."""
 
 
 @cache
@@ -31,6 +34,11 @@ def model_folder(model: str) -> str:
     # os.path answers False for names that no file can have; Path raises OSError.
     if not os.path.isdir(model):
         what = "is not a folder" if os.path.exists(model) else "no such folder"
+        if HUB_ID.fullmatch(model):
+            raise ModelNotFound(
+                f"model: {what}: {model}; nothing is downloaded here: if that is a model of the "
+                f"Hugging Face Hub, `hf download {model} --local-dir FOLDER` makes a folder of it"
+            )
         raise ModelNotFound(
             f"model: {what}: {model[:200]} (a path to a Hugging Face checkpoint, or the word "
             "demo); "

@@ -227,6 +227,11 @@ def bytes_of(parameter: Parameter, itemsize: int) -> int:
     return prod(parameter.shape) * (BYTES_OF[parameter.dtype] or itemsize)
 
 
+def weight_bytes(table: ParameterTable, itemsize: int) -> int:
+    """Bytes of the whole model in a dtype of `itemsize`."""
+    return sum(bytes_of(p, itemsize) * (1 if p.layers is None else len(p.layers)) for p in table)
+
+
 def piece_name(wide: str, piece: Piece) -> str:
     """What a piece of the narrow weight of this name is called."""
     return wide if piece == "values" else f"{wide}_{piece}"

@@ -118,6 +118,17 @@ def test_latency_percentiles(tmp_path, device, capsys):
         (["bench", "latency", *ENGINE.split(), "--batch-size", "3"], "batch_size"),
         (["bench", "offline"], "--model"),
         (["bench"], "WORKLOAD"),
+        ([*OFFLINE, "--json", ""], "--json: got '', allowed is a text that is not empty"),
+        (["bench", "serve", "--base-url", "host:8000"], "allowed is a URL such as http://"),
+        (["bench", "serve", "--base-url", ""], "--base-url: got '', allowed is a URL"),
+        (["bench", "serve", "--base-url", "http://host:99999"], "--base-url: got 'http://host:9"),
+        (["bench", "serve", "--num-prompts", "0"], "--num-prompts: got 0, allowed is 1 to"),
+        (["bench", "serve", "--num-prefixes", "0"], "--num-prefixes: got 0, allowed is 1 to"),
+        (["bench", "serve", "--max-concurrency", "0"], "--max-concurrency: got 0, allowed is 1 to"),
+        (["bench", "serve", "--goodput", "ttft:-5"], "goodput: got ttft:-5, must be"),
+        (["bench", "serve", "--burstiness", "x"], "--burstiness: got 'x', must be a number"),
+        (["bench", "serve", "--metric-percentiles", ""], "got '', must be a number"),
+        (["bench", "serve", "--json", "/no/such/file"], "json: cannot write /no/such/file"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(argv, named, capsys):

@@ -1,11 +1,13 @@
 """The command line: JSON lines, several prompts, one-line errors with exit code 2, and the demo."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
+from twinfer import LLM
 from twinfer.serving.cli import main, size
 from twinfer.serving.demo import Result, compare
 
@@ -88,6 +90,15 @@ BAD = {
         ["demo", "--prompt", "x", "--backend", "torch", "--device", "cpu:7"],
         "cpu:7",
     ),
+    "no such number on any backend": (["demo", "--prompt", "x", "--device", "cpu:7"], "cpu:7"),
+    "scales that float32 has not": (
+        ["demo", "--prompt", "x", "--kv-cache-dtype", "int8", "--kv-cache-scales", "1e-300,1"],
+        "kv_cache_scales: got (1e-300, 1.0), allowed are scales from 2**-126 to 2**126",
+    ),
+    "a list that begins with a minus sign": (
+        ["demo", "--prompt", "x", "--kv-cache-scales", "-1,1"],
+        "kv_cache_scales: got (-1.0, 1.0), allowed",
+    ),
     "odd device": (["demo", "--prompt", "x", "--device", "gpu0"], "gpu0"),
     "bias": (["demo", "--prompt", "x", "--logit-bias", "5"], "'5' is not a list such as 42:5"),
     "two cache sizes": (
@@ -134,6 +145,59 @@ def test_bad_input_is_one_line_and_exit_code_2(name, capsys):
     assert "Traceback" not in captured.err
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--hosts", "0"], "hosts, host_index: got 0, 0, without --coordinator allowed are 1, 0"),
+        (["--host-index", "5"], "hosts, host_index: got 1, 5, without --coordinator"),
+    ],
+)
+def test_hosts_without_a_coordinator_are_refused(words, named, capsys):
+    assert main([*words, "generate", "demo", "--backend", "torch", "--prompt", "x"]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_flag_of_all_commands_behind_the_command_is_told_where_it_stands(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "demo", "--hosts=2", "--prompt", "x"])
+    line = capsys.readouterr().err
+    assert (
+        line == "twinfer: error: --hosts stands before the command: twinfer --hosts ... generate\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["host", "uds", "admin-uds", "served-model-name", "ssl-certfile", "otlp-traces-endpoint"],
+)
+def test_a_server_takes_no_empty_text(flag, capsys):
+    """An empty host would be all addresses of the machine, an empty path of a socket none."""
+    with pytest.raises(SystemExit) as left:
+        main(["serve", "demo", "--backend", "torch", "--port", "0", f"--{flag}", ""])
+    assert left.value.code == 2
+    line = capsys.readouterr().err
+    assert line == (
+        f"twinfer serve: error: argument --{flag}: got '', allowed is a text that is not empty\n"
+    )
+
+
+@pytest.mark.parametrize("key", ["secret\n", " secret", "schl\u00fcssel", "a\tb"])
+def test_a_server_takes_no_key_that_nobody_can_send(key, monkeypatch, capsys):
+    monkeypatch.setenv("TWINFER_API_KEY", key)
+    assert main(["serve", "demo", "--backend", "torch", "--port", "0"]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("twinfer: error: api-key, TWINFER_API_KEY: got one that no client can")
+    assert "secret" not in line
+
+
+def test_a_server_starts_no_thousands_of_engines(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "demo", "--backend", "torch", "--dp", "100000"])
+    assert (
+        "--data-parallel-size/--dp/-dp: got 100000, allowed is 1 to 256" in capsys.readouterr().err
+    )
+
+
 @pytest.fixture
 def broken_folder(tmp_path):
     """A copy of the bundled model for a test to break."""
@@ -149,6 +213,19 @@ def broken_folder(tmp_path):
 def rewrite_config(folder, **changes):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_weights_that_no_machine_has_room_for_are_one_line(broken_folder, backend, capsys):
+    """15 TiB of them. A system that lets a process ask for more than there is would kill it later."""
+    rewrite_config(broken_folder, hidden_size=2**15, intermediate_size=2**24)
+    words = ["--load-format", "dummy", "--backend", backend, "--device", "cpu"]
+    assert main(["generate", str(broken_folder), *words, "--prompt", "x"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(
+        r"error: dtype: got bfloat16, in which the weights take 15\d+\.\d GiB; this machine has",
+        line,
+    )
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
@@ -215,6 +292,16 @@ def test_the_plan_of_shards_that_are_given_heads_of_zeros(capsys):
     (kind,) = json.loads(capsys.readouterr().out)["layer_kinds"]
     assert kind["attention"] == "4 heads of 64, all tokens"
     assert kind["chosen"] == {"decode": "native", "mixed": "native"}
+
+
+def test_the_plan_of_quantised_weights_is_that_of_the_engine(capsys):
+    words = [*SMALL, "--quantization", "int4_g32", "--device", "cpu"]
+    assert main(["plan", "demo", "--backend", "torch", "--json", *words]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert "linear_grouped" in {row["op"] for row in record["ops"]}
+    options = {"dtype": "float32", "device": "cpu", "max_model_len": 128, "max_num_seqs": 4}
+    with LLM("demo", backend="torch", quantization="int4_g32", **options) as llm:
+        assert llm.engine.worker.plan_hash() == record["plan_hash"]
 
 
 def test_the_plan_as_a_table_says_why_a_provider_was_passed_over(capsys):

@@ -61,6 +61,28 @@ def test_the_tokens_of_one_process(cluster, backend, shards, monkeypatch):
     assert metrics.preemptions > 0
 
 
+CONNECT = """
+import ray
+from twinfer.shared.executor.ray_actors import connect
+connect()
+print("at", ray.get_runtime_context().gcs_address)
+"""
+
+
+def test_only_a_cluster_that_is_named_is_joined(cluster, monkeypatch):
+    """Beside one that runs on this machine."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    command = [sys.executable, "-c", CONNECT]
+    found = {}
+    for named in ("", "auto"):
+        if named:
+            monkeypatch.setenv("RAY_ADDRESS", named)
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+        found[named] = run.stdout.split()[-1]
+    assert found["auto"] == cluster.address
+    assert found[""] != cluster.address
+
+
 @pytest.mark.parametrize("what", ["rank", "actor"])
 def test_requests_go_on_with_their_tokens_where_ranks_are_placed_anew(cluster, what):
     """Where a rank, or the actor that has started it, is killed."""

@@ -97,3 +97,43 @@ def test_bisect_takes_the_steps_of_a_bundle(model, tmp_path, capsys):
         == 1
     )
     assert "layer.0.norm_rope_write_kv" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--json", "--junit"])
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        ("/no/such/file", "there is no folder /no/such"),
+        ("/", "it is no name of a file"),
+        ("", "it is no name of a file"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_found_out_before_the_work(flag, place, why, capsys):
+    assert run("ops", "--op", "nobody_asks", flag, place) == 5
+    line = capsys.readouterr().err
+    assert line == f"twinfer: error: {flag[2:]}: cannot write {place!r}: {why}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--seed", "-1"], "seed: got -1, allowed is 0 to 18446744073709551615"),
+        (["--seed", 2**64], "seed: got 18446744073709551616, allowed is 0 to"),
+        (["--tokens", 7], "tokens: got 7, allowed is 8 to 65536"),
+        (["--tokens", 10**11], "tokens: got 100000000000, allowed is 8 to 65536"),
+        (["--layers", ""], "layers: got '', allowed is such as 0-3,last below 2"),
+    ],
+)
+def test_a_number_out_of_range_is_one_line(model, words, says, capsys):
+    assert run("model", *model, "--a", "torch:cpu", *words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"twinfer: error: {says}")
+
+
+@pytest.mark.parametrize("taps", ["", "paged_atention"])
+def test_taps_that_nothing_matches_are_refused(model, tmp_path, taps, capsys):
+    folder = tmp_path / "bundle"
+    words = ["--on", "torch:cpu", "--steps", 1, "--out", folder, "--taps", taps]
+    assert run("capture", *model, *words) == 2
+    assert f"taps: got {taps!r}, which is the name of no op call" in capsys.readouterr().err
+    assert not folder.exists()

@@ -33,6 +33,11 @@ def test_the_help_has_no_flags_of_the_other_backend(capsys):
     assert all(flag in words for flag in (*TORCH_ONLY, "--memory-utilization"))
 
 
+def test_a_device_that_is_no_tpu_is_refused(capsys):
+    assert main(["aot", "demo", "--topology", "v6e:1x1", "--device", "cpu"]) == 2
+    assert "device: got cpu, allowed are auto and tpu" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--memory-utilization", "--gpu-memory-utilization"])
 def test_the_share_of_memory_is_a_flag_and_is_checked(flag, capsys):
     assert main(["plan", "--model", "demo", "--backend", "torch", flag, "1.5"]) == 2

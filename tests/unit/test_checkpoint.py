@@ -211,6 +211,14 @@ def test_no_weights(tmp_path):
         Checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_link_to_nowhere(tmp_path, file):
+    """As caches of downloads have them whose files were removed."""
+    (tmp_path / file).symlink_to("../../blobs/0123")
+    with fails(file, "is a link to ../../blobs/0123, which is not there"):
+        Checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -285,6 +293,15 @@ def test_a_shard_that_is_missing(tmp_path):
     write_shards(tmp_path, *split())
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with fails("model.safetensors.index.json", "model-00002-of-00002.safetensors"):
+        Checkpoint(tmp_path)
+
+
+def test_a_shard_that_is_a_link_to_nowhere(tmp_path):
+    write_shards(tmp_path, *split())
+    shard = tmp_path / "model-00002-of-00002.safetensors"
+    shard.unlink()
+    shard.symlink_to("../blobs/5")
+    with fails(str(shard), "is a link to ../blobs/5, which is not there"):
         Checkpoint(tmp_path)
 
 

@@ -166,11 +166,20 @@ def test_the_benchmarks_help_says_their_own_defaults():
         ("--disable-radix-cache", "--no-enable-prefix-caching"),
         ("--disable-cuda-graph", "--enforce-eager"),
         ("--backed", "--backend"),
+        ("--num-scheduler-steps", "--decode-steps"),
+        ("--tokenizer", None),
+        ("--enable-expert-parallel", None),
         ("--xyzzy", None),
     ],
 )
 def test_the_flag_that_was_meant(unknown, flag):
     assert nearest(unknown, LEAVES["generate"].flags) == flag
+
+
+def test_the_servers_flag_that_was_meant():
+    flags = LEAVES["serve"].flags
+    assert nearest("--reasoning-parser", flags) == "--tool-call-parser"
+    assert nearest("--uvicorn-log-level", flags) is None
 
 
 def test_the_flags_of_a_nested_command_are_its_own():
@@ -194,6 +203,7 @@ def test_a_value_may_begin_with_a_minus_sign():
     assert not unknown
     assert join_values(["--prompt", "--json"]) == ["--prompt", "--json"]
     assert join_values(["--top-k", "-1"]) == ["--top-k", "-1"]
+    assert join_values(["--decode-sizes", "-1,2"]) == ["--decode-sizes=-1,2"]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from twinfer.shared.models.config import ModelConfig
 from twinfer.shared.models.config_json import load_config, parse_config
 from twinfer.shared.models.decoder import parameters_of, rotary_tables
 from twinfer.shared.models.families.dense import FIXED, HARMLESS, READ
+from twinfer.shared.models.locate import model_folder
 from twinfer.shared.models.rope import RopeConfig, rope_inverse_frequencies
 
 from .checkpoint_tensors import expected_tensors
@@ -950,6 +951,14 @@ def test_malformed_fields(fields, words):
     refused(ModelError, *words, **fields)
 
 
+def test_text_in_the_place_of_a_number_is_quoted():
+    """Else it would look like what is allowed."""
+    awq = {"quant_method": "awq", "bits": "4", "group_size": 128}
+    words = ['quantization_config.bits is "4", allowed: 4 or absent']
+    refused(UnsupportedModel, *words, quantization_config=awq)
+    refused(UnsupportedModel, 'mlp_bias is "false", allowed: false', base=QWEN2, mlp_bias="false")
+
+
 def test_eos_ids_of_both_files_are_merged():
     assert parse_config(LLAMA, {"eos_token_id": [5, 2, 9]}).eos_token_ids == (2, 5, 9)
     assert parse_config(LLAMA, {"eos_token_id": 7}).eos_token_ids == (2, 7)
@@ -975,6 +984,14 @@ def test_load_reads_both_files(tmp_path):
     assert isinstance(config, ModelConfig)
     assert config.eos_token_ids == (2, 8)
     assert load_config(str(tmp_path)) == config
+
+
+def test_the_name_of_a_model_on_the_hub_is_told_how_to_become_a_folder():
+    words = (
+        "no such folder: Qwen/Qwen3-0.6B; nothing is downloaded here: .* `hf download Qwen/Qwen3"
+    )
+    with pytest.raises(ModelNotFound, match=words):
+        model_folder("Qwen/Qwen3-0.6B")
 
 
 def test_missing_folder_and_file(tmp_path):

@@ -10,6 +10,7 @@ from twinfer.shared.errors import ConfigError
 from twinfer.shared.executor.ray_actors import (
     Site,
     Slice,
+    connect,
     environment_of,
     here,
     slice_for,
@@ -34,6 +35,21 @@ def host(name, pod, topology, chips, alive=True):
 
 V6E = [host("a", "v6e-16", "4x4", 4) for _ in range(4)]
 HEAD = host("", "", "", 0)
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("nonsense", "Invalid address format"),
+        ("10.0.0.1", "Invalid address format"),
+        ("ray://10.0.0.1:10001", "has to be on a machine of the cluster"),
+    ],
+)
+def test_an_address_that_is_none_is_named(address, why, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    allowed = r"HOST:PORT of a cluster, auto .* and local .*: "
+    with pytest.raises(ConfigError, match=f"^RAY_ADDRESS: got '{address}', .*{allowed}.*{why}"):
+        connect()
 
 
 def test_a_slice_has_the_hosts_of_one_name():

@@ -423,6 +423,13 @@ def test_malformed_tokenizer_json(tmp_path, content):
     fails(tmp_path, "tokenizer.json")
 
 
+def test_a_vocabulary_without_words_is_refused(tmp_path):
+    """Every prompt would be empty."""
+    tokens = {"added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))
+    fails(tmp_path, "tokenizer.json", "model.vocab is empty")
+
+
 def test_every_part_of_a_tokenizer_may_be_nonsense(tmp_path):
     """Each part in turn replaced by something else: a tokenizer or one line, never anything
     else.
