@@ -150,7 +150,7 @@ class Product:
             return gemv.logits(x, weight)
         if not self.gated:
             return gemv.linear(x, weight, None)
-        y = gemv._few_gated(x, weight, None, "silu")
+        y = gemv._few(x, weight, None, x.dtype, act="silu")
         return row_kernels.silu_and_mul(gemv.linear(x, weight, None)) if y is None else y
 
     def by(self, setting: Setting) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
