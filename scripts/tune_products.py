@@ -81,13 +81,15 @@ def tiles(n: int, k: int, rows: int, gated: bool, whole: bool) -> Iterator[Setti
         most = MOST_SHARED // size
         if twice * block_n * block_m > 128 * 128:  # sums that registers cannot hold
             continue
-        for fit, stages in ((1, most), (2, most // 2)):
-            if stages < 3:
-                continue
-            for parts in divisions(-(-width // block_n), fit):
-                if parts <= 8 and k // parts >= 8 * gemv.TILE_K and not (whole and parts > 1):
+        for fit in (1, 2):
+            for stages in sorted({min(12, most // fit), min(20, most // fit)}):
+                if stages < 3:
+                    continue
+                for parts in divisions(-(-width // block_n), fit):
+                    if parts > 8 or k // parts < 8 * gemv.TILE_K or (whole and parts > 1):
+                        continue
                     yield {
-                        "block_n": block_n, "parts": parts, "stages": min(12, stages), "warps": 4,
+                        "block_n": block_n, "parts": parts, "stages": stages, "warps": 4,
                         "registers": 128,
                     }  # fmt: skip
 
@@ -150,7 +152,7 @@ class Product:
             return gemv.logits(x, weight)
         if not self.gated:
             return gemv.linear(x, weight, None)
-        y = gemv._few_gated(x, weight, None, "silu")
+        y = gemv._few(x, weight, None, x.dtype, act="silu")
         return row_kernels.silu_and_mul(gemv.linear(x, weight, None)) if y is None else y
 
     def by(self, setting: Setting) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

@@ -65,7 +65,7 @@ def gated_mlp(
     """See the op. For one or two rows gate and up are not rounded; else it is the composition of
     the ops here, though up to some rows in one launch.
     """
-    y = _few_gated(x, gate_up, gate_up_bias, "silu")
+    y = _few(x, gate_up, gate_up_bias, x.dtype, act="silu")
     if y is None:
         y = silu_and_mul(linear(x, gate_up, gate_up_bias))
     return linear(y, down, down_bias)
@@ -76,7 +76,7 @@ def gelu_gated_mlp(
     x: Array, gate_up: Array, gate_up_bias: Array | None, down: Array, down_bias: Array | None
 ) -> Array:
     """See the op, and `gated_mlp` here."""
-    y = _few_gated(x, gate_up, gate_up_bias, "gelu")
+    y = _few(x, gate_up, gate_up_bias, x.dtype, act="gelu")
     if y is None:
         y = gelu_and_mul(linear(x, gate_up, gate_up_bias), "tanh")
     return linear(y, down, down_bias)
@@ -89,45 +89,26 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
-def _limits(weight: torch.Tensor) -> tuple[int, int, int]:
-    """Up to how many rows `gemv_kernel` is faster, up to how many `skinny_kernel`, and up to how
-    many that one with the activation.
-    """
-    n, k = weight.shape
-    limit = config("linear", f"{n}x{k}")
-    few, several = min(2, limit["gemv_rows"]), min(MAX_ROWS, limit["skinny_rows"])
-    return few, several, min(MAX_ROWS, limit["gated_rows"])
-
-
 def _few(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    *,
+    act: str = "",
 ) -> torch.Tensor | None:
-    """The product by a kernel, or None for more rows than they are good for."""
-    few, several, _gated = _limits(weight)
-    if 0 < x.shape[0] <= few:
-        return _gemv(x, weight, bias, dtype)
-    tiles = _tile_blocks("tiles", x, weight)
-    if tiles:
-        return _tiled(x, weight, bias, dtype, tiles)
-    if 0 < x.shape[0] <= several:
-        return _skinny(x, weight, bias, dtype)
-    return None
-
-
-def _few_gated(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, act: str
-) -> torch.Tensor | None:
-    """The product with the activation in one launch, or None for more rows than that is good
-    for.
+    """The product by a kernel, or with `act`, silu or gelu, that of a gate and of up in one launch;
+    None for more rows than kernels are good for.
     """
-    few, _several, gated = _limits(weight)
-    if 0 < x.shape[0] <= few:
-        return _gemv(x, weight, bias, x.dtype, act=act)
-    tiles = _tile_blocks("gated_tiles", x, weight)
+    rows, (n, k) = x.shape[0], weight.shape
+    limit = config("linear", f"{n}x{k}")
+    if 0 < rows <= min(2, limit["gemv_rows"]):
+        return _gemv(x, weight, bias, dtype, act=act)
+    tiles = _tile_blocks("gated_tiles" if act else "tiles", x, weight)
     if tiles:
-        return _tiled(x, weight, bias, x.dtype, tiles, act=act)
-    if 0 < x.shape[0] <= gated:
-        return _skinny(x, weight, bias, x.dtype, act=act)
+        return _tiled(x, weight, bias, dtype, tiles, act=act)
+    if 0 < rows <= min(MAX_ROWS, limit["gated_rows" if act else "skinny_rows"]):
+        return _skinny(x, weight, bias, dtype, act=act)
     return None
 
 
@@ -139,9 +120,7 @@ def _gemv(
     *,
     act: str = "",
 ) -> torch.Tensor:
-    """The product, or with `act`, silu or gelu, that of a gate and of up: weight and bias are
-    those of both.
-    """
+    """The product, or with `act` that of a gate and of up: weight and bias are those of both."""
     gated = act != ""
     rows, (n, k) = x.shape[0], weight.shape
     # What was measured for a shape was measured with one row.

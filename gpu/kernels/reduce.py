@@ -152,8 +152,10 @@ def _launch(
     boxes = peers.sums
     # All programs run at once: one of 16 warps has room on a processor, or two of 8, whatever their
     # registers.
-    few, most = processors(), 2 * processors()
-    programs, warps = (rows, 8 if rows > few else 16) if rows <= most else (few, 16)
+    few = processors()
+    programs, warps = min(rows, few), 16
+    if few < rows <= 2 * few:
+        programs, warps = rows, 8
     reduce_kernel[(programs,)](
         *tensors, boxes.addresses, boxes.counts, boxes.late, rows, eps, *strides, boxes.rows,
         N=peers.width, BLOCK_N=width, RANK=peers.rank, WORLD=peers.world, NORM=norm,

@@ -19,6 +19,17 @@ from .overlap import wait
 
 
 @triton.jit
+def _places(x, counts, row, n, x_stride, N: tl.constexpr, WORLD: tl.constexpr):
+    """Of a row: the number of its sum, the first of the boxes whose turn it is, its places in a box
+    and in x.
+    """
+    number = tl.load(counts + row) + 1
+    at = row.to(tl.int64) * N + n
+    at_x = x + row.to(tl.int64) * x_stride + n
+    return number, (number & 1) * (WORLD - 1), at, at_x
+
+
+@triton.jit
 def _send(
     at_x, mask, boxes, turn, at, step, RANK: tl.constexpr, WORLD: tl.constexpr, word: tl.constexpr
 ):  # fmt: skip
@@ -114,10 +125,7 @@ def reduce_kernel(
     wait(OVERLAP)
     missing = tl.load(late)
     if AHEAD == 0:
-        number = tl.load(counts + program) + 1
-        turn = (number & 1) * (WORLD - 1)
-        at = program.to(tl.int64) * N + n
-        at_x = x + program.to(tl.int64) * x_stride + n
+        number, turn, at, at_x = _places(x, counts, program, n, x_stride, N, WORLD)
         own = _send(at_x, mask, boxes, turn, at, step, RANK, WORLD, word)
         missing = _add_up(
             own, at_x, residual, program, n, mask, w, mine, turn, at, step, missing, eps,
@@ -128,16 +136,11 @@ def reduce_kernel(
         for i in tl.range(tl.cdiv(rows - program, programs) + AHEAD):
             begin = program + i * programs
             if begin < rows:
-                turn = ((tl.load(counts + begin) + 1) & 1) * (WORLD - 1)
-                at = begin.to(tl.int64) * N + n
-                at_x = x + begin.to(tl.int64) * x_stride + n
+                _, turn, at, at_x = _places(x, counts, begin, n, x_stride, N, WORLD)
                 _send(at_x, mask, boxes, turn, at, step, RANK, WORLD, word)
             row = begin - AHEAD * programs
             if row >= 0:
-                number = tl.load(counts + row) + 1
-                turn = (number & 1) * (WORLD - 1)
-                at = row.to(tl.int64) * N + n
-                at_x = x + row.to(tl.int64) * x_stride + n
+                number, turn, at, at_x = _places(x, counts, row, n, x_stride, N, WORLD)
                 own = tl.load(at_x, mask=mask, other=0.0)
                 missing = _add_up(
                     own, at_x, residual, row, n, mask, w, mine, turn, at, step, missing, eps,
