@@ -317,6 +317,8 @@ def test_a_keyword_that_is_not_known_is_refused_by_name(name, inner, llm):
         ({"json": SCHEMA, "regex": "a"}, "json, regex"),
         ({}, "nothing"),
         ({"xml": "a"}, "xml"),
+        ({"grammar": "start: start"}, "grammar: no text keeps to it"),
+        ({"json": {"$ref": "#"}}, "json: no text keeps to it"),
     ],
 )
 def test_what_cannot_be_kept_to_is_refused_by_name(form, says, llm):
