@@ -416,6 +416,6 @@ def _grammar(library: Any, wanted: StructuredOutputs) -> Any:
 
 def _line(text: str) -> str:
     """What llguidance says, without the state of its parser that it may add."""
-    if text.strip() == "NoExtensionBias":  # its name for a parser that nothing may follow
-        return "no text keeps to it"
-    return " ".join(text.partition("<state>")[0].split())[:300]
+    said = " ".join(text.partition("<state>")[0].split())[:300]
+    # The second is its name for a parser that nothing may follow.
+    return "no text keeps to it" if said == "NoExtensionBias" else said
