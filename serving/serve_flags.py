@@ -152,8 +152,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "--hang-timeout",
         type=_seconds,
         metavar="S",
-        help="an engine that is silent for so long, more than 0, is killed, and the server leaves with "
-        "exit code 70 (default: 20 times its slowest step at the start, at least 10)",
+        help="an engine that is silent for so long, more than 0, is killed, and the server leaves "
+        "with exit code 70 (default: 20 times its slowest step at the start, at least 10)",
     )
 
 
