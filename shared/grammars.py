@@ -417,5 +417,5 @@ def _grammar(library: Any, wanted: StructuredOutputs) -> Any:
 def _line(text: str) -> str:
     """What llguidance says, without the state of its parser that it may add."""
     said = " ".join(text.partition("<state>")[0].split())[:300]
-    # The second is its name for a parser that nothing may follow.
+    # Its name for the state of a parser that no token may follow.
     return "no text keeps to it" if said == "NoExtensionBias" else said
