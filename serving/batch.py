@@ -118,12 +118,13 @@ class Batch:
 
     def step(self) -> list[Entry]:
         """Run one step of the engine. Completions that got something or ended, each once."""
-        entries: list[Entry] = []
+        # A step may bring a token and, apart from it, the end: of a text that has its form.
+        entries: dict[str, Entry] = {}
         for update in self._engine.step():
             entry = self._live.get(update.request_id)
             if entry is None:
                 continue
-            entries.append(entry)
+            entries[update.request_id] = entry
             self.num_tokens += len(update.tokens)
             if update.prompt_logprobs is not None:
                 entry.output.prompt_logprobs = update.prompt_logprobs
@@ -131,7 +132,7 @@ class Batch:
                 self._engine.finish(update.request_id, FinishReason.STOP)
             if entry.completion.done:
                 self._end(update.request_id)
-        return entries
+        return list(entries.values())
 
     def _end(self, request_id: str) -> None:
         entry = self._live.pop(request_id)

@@ -57,7 +57,7 @@ def add_bench_serve(kinds: Any) -> None:
             type=whole_number(least),
             default=value,
             metavar="N",
-            help=f"{text} (default: %(default)s)",
+            help=f"{text}, from {least} (default: %(default)s)",
         )
     g.add_argument(
         "--range-ratio",
@@ -71,20 +71,20 @@ def add_bench_serve(kinds: Any) -> None:
         type=_positive,
         default=float("inf"),
         metavar="R",
-        help="requests a second; inf sends all at once (default: %(default)s)",
+        help="requests a second, more than 0; inf sends all at once (default: %(default)s)",
     )
     g.add_argument(
         "--burstiness",
         type=_positive,
         default=1.0,
         metavar="B",
-        help="1 is a Poisson process, less comes in bursts (default: %(default)s)",
+        help="more than 0: 1 is a Poisson process, less comes in bursts (default: %(default)s)",
     )
     g.add_argument(
         "--max-concurrency",
         type=whole_number(1),
         metavar="N",
-        help="requests at a time (default: all)",
+        help="requests at a time, from 1 (default: all)",
     )
     g.add_argument(
         "--temperature",

@@ -22,7 +22,10 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "--host", type=not_empty, default="127.0.0.1", help="address (default: %(default)s)"
     )
     g.add_argument(
-        "--port", type=port_number, default=PORT, help="0 takes any free one (default: %(default)s)"
+        "--port",
+        type=port_number,
+        default=PORT,
+        help="0 to 65535; 0 takes any free one (default: %(default)s)",
     )
     g.add_argument(
         "--uds",
@@ -121,7 +124,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         type=whole_number(1),
         default=512,
         metavar="N",
-        help="completions that may wait for a place in the batch; more get 503 (default: "
+        help="completions that may wait for a place in the batch, from 1; more get 503 (default: "
         "%(default)s)",
     )
     g.add_argument(
@@ -129,28 +132,28 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         type=whole_number(1),
         default=4 << 20,
         metavar="N",
-        help="tokens of prompts that may wait; more get 503 (default: 4M)",
+        help="tokens of prompts that may wait, from 1; more get 503 (default: 4M)",
     )
     g.add_argument(
         "--max-body-size",
         type=whole_number(1024),
         default=32 << 20,
         metavar="BYTES",
-        help="of a request; a larger one gets 413 (default: 32M)",
+        help="of a request, from 1024; a larger one gets 413 (default: 32M)",
     )
     g.add_argument(
         "--drain-timeout",
         type=_seconds,
         default=30.0,
         metavar="S",
-        help="how long requests may go on after the first signal (default: 30)",
+        help="how long requests may go on after the first signal, more than 0 (default: 30)",
     )
     g.add_argument(
         "--hang-timeout",
         type=_seconds,
         metavar="S",
-        help="an engine that is silent for so long is killed, and the server leaves with exit code "
-        "70 (default: 20 times its slowest step at the start, at least 10)",
+        help="an engine that is silent for so long, more than 0, is killed, and the server leaves "
+        "with exit code 70 (default: 20 times its slowest step at the start, at least 10)",
     )
 
 

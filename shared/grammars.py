@@ -416,4 +416,6 @@ def _grammar(library: Any, wanted: StructuredOutputs) -> Any:
 
 def _line(text: str) -> str:
     """What llguidance says, without the state of its parser that it may add."""
-    return " ".join(text.partition("<state>")[0].split())[:300]
+    said = " ".join(text.partition("<state>")[0].split())[:300]
+    # Its name for the state of a parser that no token may follow.
+    return "no text keeps to it" if said == "NoExtensionBias" else said

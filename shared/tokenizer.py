@@ -336,12 +336,12 @@ def _added(value: Any, where: str, special: bool) -> tokenizers.AddedToken:
     """A token from its text, which makes it a special one, or from an object that may say
     whether it is `special`.
     """
-    if isinstance(value, str):
-        return tokenizers.AddedToken(value, special=True)
+    given = {"content": value, "special": True} if isinstance(value, str) else value
     try:
-        fields = {"special": special} | {key: value[key] for key in value if key != "__type"}
+        fields = {"special": special} | {key: given[key] for key in dict(given) if key != "__type"}
         return tokenizers.AddedToken(str(fields.pop("content")), **fields)
-    except (TypeError, KeyError):
+    # no object, or none of a token; half of a surrogate pair
+    except (TypeError, KeyError, ValueError):
         raise ModelError(
             f"{where} is {show(value)}, must be a token: text, or an object with its content"
         ) from None

@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 
 import aiohttp
+import ray
 from ray import serve
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
@@ -54,6 +55,8 @@ class Twinfer:
         self._server = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "twinfer", "serve", "--drain-timeout", str(DRAIN_S),
             *shlex.split(words), "--uds", socket, preexec_fn=_end_with_this_process,
+            # For ranks that Ray places: in this cluster, unless another one is named.
+            env={"RAY_ADDRESS": ray.get_runtime_context().gcs_address} | os.environ,
         )  # fmt: skip
         self._client = aiohttp.ClientSession(
             "http://twinfer",

@@ -72,9 +72,13 @@ def run(arguments: argparse.Namespace) -> int:
     for change in changes if arguments.verbose else ():
         LOG.info("%s", change)
     names = arguments.served_model_name or [arguments.model]
-    keys = arguments.api_key or [key for key in [os.environ.get(KEY_VARIABLE)] if key]
+    named = os.environ.get(KEY_VARIABLE)
+    keys = arguments.api_key or ([] if named is None else [named])
     if any(not key for key in keys):
-        raise ConfigError("api-key: got an empty one")
+        # A secret that is empty by mistake would let everybody in.
+        raise ConfigError(
+            f"api-key, {KEY_VARIABLE}: got an empty one; where both are left out, all may enter"
+        )
     if not all(key.isascii() and key.isprintable() and key == key.strip() for key in keys):
         # Such as the end of a line from a file of a secret: every call would get 401.
         raise ConfigError(

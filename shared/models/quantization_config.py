@@ -23,9 +23,9 @@ def read_quantization(fields: Fields) -> Quantization | None:
         fields.fail("quantization_config", f"is {show(raw)}, must be an object")
     inner = Fields(raw, fields.where, fields.family, "quantization_config.")
     method = inner.get("quant_method")
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         inner.refuse("quant_method", method, f"one of {', '.join(METHODS)}")
-    known, read = METHODS[str(method)]
+    known, read = METHODS[method]
     for name, value in raw.items():
         if value is not None and name not in known:
             inner.refuse(show(name), value, "absent (this field is not known)")
@@ -198,10 +198,11 @@ def _with_activations(narrow: Narrow, weights: Fields, tokens: Fields) -> Narrow
         tokens.refuse("symmetric", False, "true")
     dynamic, strategy = tokens.boolean("dynamic", False), tokens.get("strategy")
     size = _group_size(tokens, "group_size") if strategy == "group" else 0
-    allowed = {(True, "token"): True, (False, "tensor"): True}
+    allowed = [(True, "token"), (False, "tensor")]
     # int32 sums of the whole row: blocks of it have scales of their own in fp8 only.
-    allowed[True, "group"] = narrow.kind == "fp8" and size == narrow.group
-    if not allowed.get((dynamic, strategy), False) or (narrow.kind == "int8" and narrow.group):
+    if narrow.kind == "fp8" and size == narrow.group:
+        allowed.append((True, "group"))
+    if (dynamic, strategy) not in allowed or (narrow.kind == "int8" and narrow.group):
         tokens.refuse(
             "strategy", strategy,
             "token (dynamic), tensor (static), or in fp8 groups (dynamic) of the weight's size",

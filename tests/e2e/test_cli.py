@@ -190,6 +190,13 @@ def test_a_server_takes_no_key_that_nobody_can_send(key, monkeypatch, capsys):
     assert "secret" not in line
 
 
+def test_a_server_takes_no_empty_key(monkeypatch, capsys):
+    """A secret that is empty by mistake would let everybody in."""
+    monkeypatch.setenv("TWINFER_API_KEY", "")
+    assert main(["serve", "demo", "--backend", "torch", "--uds", "/no/such/folder/x"]) == 2
+    assert "api-key, TWINFER_API_KEY: got an empty one" in capsys.readouterr().err
+
+
 def test_a_server_starts_no_thousands_of_engines(capsys):
     with pytest.raises(SystemExit):
         main(["serve", "demo", "--backend", "torch", "--dp", "100000"])

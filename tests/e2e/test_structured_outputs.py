@@ -46,6 +46,21 @@ def texts(llm, settings, prompt="x = "):
     return [o.outputs[0] for o in llm.generate(prompts, settings, progress=False)]
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_completion_that_ends_with_its_form_is_told_once(count, llm):
+    """The step that brought its last token also found its text complete: two updates of one."""
+    settings, prompts = params({"choice": ["yes", "no"]}), ["x = "] * count
+    finished = []
+    llm.generate(prompts, settings, progress=False, on_finish=lambda o: finished.append(o))
+    assert len(finished) == count
+    updates = list(llm.stream(prompts, settings))
+    assert sum(update.finish_reason is not None for update in updates) == count
+    for index in range(count):
+        told = [update for update in updates if update.index == index]
+        assert all(update.token_ids for update in told)
+        assert "".join(update.text for update in told) in ("yes", "no")
+
+
 @pytest.mark.parametrize(
     ("form", "pattern"),
     [
@@ -302,6 +317,8 @@ def test_a_keyword_that_is_not_known_is_refused_by_name(name, inner, llm):
         ({"json": SCHEMA, "regex": "a"}, "json, regex"),
         ({}, "nothing"),
         ({"xml": "a"}, "xml"),
+        ({"grammar": "start: start"}, "grammar: no text keeps to it"),
+        ({"json": {"$ref": "#"}}, "json: no text keeps to it"),
     ],
 )
 def test_what_cannot_be_kept_to_is_refused_by_name(form, says, llm):

@@ -405,7 +405,7 @@ def test_gemma_4_31b_holds_eight_times_the_tokens():
             ModelError,
             "Gemma4ForCausalLM",
             {"global_head_dim": 33},
-            ["head_dim is 33", "must be even"],
+            ["global_head_dim is 33", "must be even"],
         ),
         (
             UnsupportedModel,

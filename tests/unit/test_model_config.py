@@ -951,6 +951,56 @@ def test_malformed_fields(fields, words):
     refused(ModelError, *words, **fields)
 
 
+BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+QUANTIZATIONS = [
+    {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"-:.*down.*": {}}},
+    {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
+    {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": BLOCKS | {"symmetric": True, "dynamic": False},
+                "input_activations": BLOCKS
+                | {"strategy": "group", "group_size": 128, "dynamic": True},
+            }
+        },
+    },
+]
+
+
+def paths(tree, before=()):
+    """Of all that an object has, and objects in it."""
+    for name, value in tree.items():
+        yield (*before, name)
+        if isinstance(value, dict):
+            yield from paths(value, (*before, name))
+
+
+@pytest.mark.parametrize("base", QUANTIZATIONS, ids=lambda base: base["quant_method"])
+def test_every_field_of_a_quantization_may_be_nonsense(base):
+    """It is read, or refused in one line."""
+    parse_config(LLAMA | {"quantization_config": base}, where="config.json")
+    refusals = []
+    for path in paths(base):
+        for nonsense in (None, 5, -1, 1.5, True, "x", [], {}, [1], ["re:("], {"a": 1}, 2**70):
+            changed = json.loads(json.dumps(base))
+            place = changed
+            for name in path[:-1]:
+                place = place[name]
+            place[path[-1]] = nonsense
+            try:
+                parse_config(LLAMA | {"quantization_config": changed}, where="config.json")
+            except ModelError as error:
+                refusals.append(str(error))
+    assert len(refusals) > 20
+    assert all(text.startswith("config.json: quantization_config") for text in refusals)
+    assert not any("\n" in text for text in refusals)
+
+
 def test_text_in_the_place_of_a_number_is_quoted():
     """Else it would look like what is allowed."""
     awq = {"quant_method": "awq", "bits": "4", "group_size": 128}

@@ -471,6 +471,8 @@ def test_malformed_json_files(tmp_path, name, content):
     [
         ({"eos_token": 5}, ["eos_token is 5"]),
         ({"bos_token": ["<s>"]}, ["bos_token"]),
+        ({"bos_token": [1]}, ["bos_token is [1]"]),
+        ({"image_token": "\ud800"}, ["image_token is '\\ud800'"]),
         ({"bos_token": {}}, ["bos_token is {}"]),
         ({"bos_token": {"content": "x", "lstrip": "yes"}}, ["bos_token"]),
         ({"x\n_token": {}}, ["_token"]),

@@ -132,22 +132,21 @@ def _full_heads(fields: Fields, windows: list[int]) -> tuple[Heads, bool]:
     """
     heads, kv = fields.size("num_attention_heads"), fields.size("num_key_value_heads")
     alike = fields.boolean("attention_k_eq_v", False)
-    own: dict[str, Any] = {"head_dim": fields.get("global_head_dim")}
-    if own["head_dim"] is None:
-        own["head_dim"] = FULL_HEAD_DIM
-    if alike and fields.get("num_global_key_value_heads") is not None:
-        own["num_key_value_heads"] = fields.get("num_global_key_value_heads")
     by_layer = fields.get("per_layer_config")
     if by_layer is not None:
         own = _by_layer(fields, by_layer, windows)
-    block = Fields({"head_dim": fields.size("head_dim", gemma2.HEAD_DIM)} | own, fields.where)
-    size = block.size("head_dim", high=dense.MAX_HEAD_DIM)
+        block = Fields({"head_dim": fields.size("head_dim", gemma2.HEAD_DIM)} | own, fields.where)
+        head_dim, kv_heads = "head_dim", "num_key_value_heads"
+    else:
+        block = fields if alike else fields.replaced({"num_global_key_value_heads": None})
+        head_dim, kv_heads = "global_head_dim", "num_global_key_value_heads"
+    size = block.size(head_dim, FULL_HEAD_DIM, dense.MAX_HEAD_DIM)
     if size % 2:
-        block.fail("head_dim", f"is {size}, must be even: rotary embedding turns pairs")
-    groups = block.size("num_key_value_heads", kv)
+        block.fail(head_dim, f"is {size}, must be even: rotary embedding turns pairs")
+    groups = block.size(kv_heads, kv)
     if heads % groups:
         block.fail(
-            "num_key_value_heads",
+            kv_heads,
             f"is {groups} in layers that see everything, of which num_attention_heads ({heads}) "
             "is no multiple",
         )
