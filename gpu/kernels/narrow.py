@@ -61,12 +61,22 @@ def quantize_int8_dynamic(x: Array, per: str, block: int) -> tuple[Array, Array]
     return _quantized(x, torch.int8, block if per == "block" else 0)
 
 
+def _in_words(x: torch.Tensor) -> torch.Tensor:
+    """Rows whose entries are neighbours; those of whole words of e4m3 lie at multiples of 8 bytes,
+    as `_row_in_words` reads them.
+    """
+    aligned = x.stride(0) % 4 == 0 and x.data_ptr() % 8 == 0
+    if x.stride(1) == 1 and (aligned or x.shape[1] % 4):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def _quantized(
     x: torch.Tensor, dtype: torch.dtype, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, k = x.shape
     group = block or k
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = _in_words(x)
     values = torch.empty((rows, k), dtype=dtype, device=x.device)
     scale = torch.empty((rows, k // group), dtype=torch.float32, device=x.device)
     setting = config("quantize")
@@ -369,8 +379,8 @@ def quantizing_gemv(
 ) -> torch.Tensor:
     """The product of rows that `quantises` takes, or silu(gate) * up of it if `gated`."""
     rows, (n, k) = x.shape[0], weight.shape
-    setting, block_k = config("quantizing_gemv"), power_of_2(k)
-    x = x if x.stride(1) == 1 else x.contiguous()
+    setting, block_k = config("quantizing_gemv", f"{n}x{k}"), power_of_2(k)
+    x = _in_words(x)
     scale = (scale if scale.shape[0] == n else scale.expand(n, -1)).contiguous()
     n = n // 2 if gated else n
     out = torch.empty((rows, n), dtype=dtype, device=x.device)
@@ -378,7 +388,7 @@ def quantizing_gemv(
         return out
     most = setting["programs"] * processors()
     held = block_k * (2 * rows if gated else rows)
-    block_n = block_rows(n, setting["entries"] // held, most)
+    block_n = setting.get("block_n") or block_rows(n, setting["entries"] // held, most)
     quantizing_gemv_kernel[(_programs(triton.cdiv(n, block_n), most),)](
         x, weight.contiguous().view(torch.int32), scale,
         out if bias is None else bias.contiguous(), out, x.stride(0),

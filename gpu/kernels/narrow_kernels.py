@@ -221,15 +221,63 @@ def _words_of_rows(weight, scale, n, j, N: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
+def _larger(a, b):
+    """The larger of two pairs of bfloat16, entry by entry; what is no number is left out."""
+    return tl.inline_asm_elementwise(
+        "max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _row_in_words(x, j, K: tl.constexpr):
+    """(A row of bfloat16 as words j of e4m3, its scale): the bits of `_as_e4m3`, by instructions
+    that take two entries. The row lies at a multiple of 8 bytes.
+    """
+    y = tl.load(x.to(tl.pointer_type(tl.int64)) + j, mask=j < K // 4, other=0)
+    sizes = tl.inline_asm_elementwise(
+        "{ .reg .b32 a, b; mov.b64 {a, b}, $1; "
+        "and.b32 a, a, 0x7FFF7FFF; and.b32 b, b, 0x7FFF7FFF; max.bf16x2 $0, a, b; }",
+        "=r,l",
+        [y],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    both = tl.reduce(sizes, 0, _larger)
+    high = (both & -65536).to(tl.float32, bitcast=True)
+    low = (both << 16).to(tl.float32, bitcast=True)
+    of = _share(tl.maximum(_size(high), _size(low)))
+    # Beyond the largest number of e4m3 the conversion gives that one.
+    words = tl.inline_asm_elementwise(
+        "{ .reg .b32 a, b, c, d; .reg .b16 x, y; mov.b64 {a, c}, $1; "
+        "and.b32 b, a, 0xFFFF0000; shl.b32 a, a, 16; "
+        "and.b32 d, c, 0xFFFF0000; shl.b32 c, c, 16; "
+        "mul.rn.f32 a, a, $2; mul.rn.f32 b, b, $2; mul.rn.f32 c, c, $2; mul.rn.f32 d, d, $2; "
+        "cvt.rn.satfinite.e4m3x2.f32 x, b, a; cvt.rn.satfinite.e4m3x2.f32 y, d, c; "
+        "mov.b32 $0, {x, y}; }",
+        "=r,l,r",
+        [y, tl.div_rn(1.0, of)],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    return words, of
+
+
+@triton.jit
 def _quantised_row(x, j, K: tl.constexpr):
     """(A row as e4m3 in float32, entries 0, 1, 2 and 3 of words j; its scale)."""
-    k = j[:, None] * 4 + tl.arange(0, 4)[None, :]
-    y = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
-    of = _share(tl.max(tl.max(_size(y), 1), 0))
-    q = _narrowed(y * tl.div_rn(1.0, of), True).to(tl.float32)
-    even, odd = tl.split(tl.reshape(q, [j.shape[0], 2, 2]))
-    a, c = tl.split(even)
-    b, d = tl.split(odd)
+    if ASSEMBLED & (x.dtype.element_ty == tl.bfloat16):
+        words, of = _row_in_words(x, j, K)
+        a, b, c, d = _numbers(words)
+    else:
+        k = j[:, None] * 4 + tl.arange(0, 4)[None, :]
+        y = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+        of = _share(tl.max(tl.max(_size(y), 1), 0))
+        q = _narrowed(y * tl.div_rn(1.0, of), True).to(tl.float32)
+        even, odd = tl.split(tl.reshape(q, [j.shape[0], 2, 2]))
+        a, c = tl.split(even)
+        b, d = tl.split(odd)
     return a, b, c, d, of
 
 
@@ -530,24 +578,31 @@ def quantize_kernel(
     See `ops/reference/quantization.py`.
     """
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_K
-    at = first + tl.arange(0, BLOCK_K)
-    wait(OVERLAP)
-    y = tl.load(x + row * x_stride + at, mask=at < K, other=0.0).to(tl.float32)
-    size = _size(y)
     groups: tl.constexpr = K // GROUP
     share: tl.constexpr = FP8_SHARE if FP8 else INT8_SHARE
-    if groups == 1:
-        amax = tl.max(size, 0)
-        of = tl.where(amax < SMALLEST, 1.0, amax * share)
-        tl.store(scale + row, of)
-        y = y * tl.div_rn(1.0, of)
+    wait(OVERLAP)
+    if ASSEMBLED & FP8 & (groups == 1) & (K % 4 == 0) & (x.dtype.element_ty == tl.bfloat16):
+        j = tl.arange(0, BLOCK_K // 4)
+        words, of_row = _row_in_words(x + row * x_stride, j, K)
+        tl.store(scale + row, of_row)
+        out = values.to(tl.pointer_type(tl.int32)) + row * (K // 4)
+        tl.store(out + j, words, mask=j < K // 4)
     else:
-        each: tl.constexpr = BLOCK_K // GROUP
-        amax = tl.max(tl.reshape(size, [each, GROUP]), 1)
-        of_each = tl.where(amax < SMALLEST, 1.0, amax * share)
-        g = first // GROUP + tl.arange(0, each)
-        tl.store(scale + row * groups + g, of_each, mask=g < groups)
-        inverse = tl.div_rn(tl.full([each], 1.0, tl.float32), of_each)
-        y = tl.reshape(tl.reshape(y, [each, GROUP]) * inverse[:, None], [BLOCK_K])
-    found = _narrowed(y, FP8)
-    tl.store(values + row * K + at, found, mask=at < K)
+        at = first + tl.arange(0, BLOCK_K)
+        y = tl.load(x + row * x_stride + at, mask=at < K, other=0.0).to(tl.float32)
+        size = _size(y)
+        if groups == 1:
+            amax = tl.max(size, 0)
+            of = tl.where(amax < SMALLEST, 1.0, amax * share)
+            tl.store(scale + row, of)
+            y = y * tl.div_rn(1.0, of)
+        else:
+            each: tl.constexpr = BLOCK_K // GROUP
+            amax = tl.max(tl.reshape(size, [each, GROUP]), 1)
+            of_each = tl.where(amax < SMALLEST, 1.0, amax * share)
+            g = first // GROUP + tl.arange(0, each)
+            tl.store(scale + row * groups + g, of_each, mask=g < groups)
+            inverse = tl.div_rn(tl.full([each], 1.0, tl.float32), of_each)
+            y = tl.reshape(tl.reshape(y, [each, GROUP]) * inverse[:, None], [BLOCK_K])
+        found = _narrowed(y, FP8)
+        tl.store(values + row * K + at, found, mask=at < K)

@@ -1,5 +1,5 @@
-"""gated_mlp_fp8: the activation and the quantisation of what it gives are one launch; for one or
-two tokens the activation is part of the first product.
+"""gated_mlp_fp8: the activation and the quantisation of what it gives are one launch; for few
+tokens the activation is part of the first product.
 gated_mlp_grouped: for few tokens and weights of int4 the activation is part of the product.
 """
 
@@ -134,15 +134,39 @@ def _mlp(
 ) -> torch.Tensor:
     """The MLP, by an implementation of `linear_fp8`."""
     dtype = dtype_name(x)
+    weights = (gate_up, gate_up_scale, gate_up_bias)
+    # One program would take a row through the activation: longer than the quantisation alone.
     if quantises(x, gate_up, gate_up_scale):
-        # One program would take a row through the activation: longer than the quantisation alone.
-        weights = (gate_up, gate_up_scale, gate_up_bias)
         hidden = quantizing_gemv(x, *weights, x.dtype, gated=True)
         values, scale = quantize_fp8_dynamic(hidden, "row", 0)
     else:
-        both = linear(x, gate_up, None, gate_up_scale, gate_up_bias, dtype)
-        values, scale = _silu_quantised(both)
+        tokens, of = quantize_fp8_dynamic(x, "row", 0)
+        hidden = _few_gated(tokens, of, *weights, x.dtype)
+        if hidden is not None:
+            values, scale = quantize_fp8_dynamic(hidden, "row", 0)
+        else:
+            both = linear(tokens, gate_up, of, gate_up_scale, gate_up_bias, dtype)
+            values, scale = _silu_quantised(both)
     return linear(values, down, scale, down_scale, down_bias, dtype)
+
+
+def _few_gated(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor | None:
+    """silu(gate) * up [row inter] of (gate, up), the product of quantised tokens with a weight
+    [2 inter k]; None for more rows than one launch is good for.
+    """
+    asked = prepared(x, weight, scale, None, x_scale, bias, "fp8", x)
+    if not len(x) or not fragments_take(asked):
+        return None
+    out = torch.empty((len(x), weight.shape[0] // 2), dtype=dtype, device=x.device)
+    fragments(asked._replace(out=out), gated=True)
+    return out
 
 
 def _silu_quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -427,6 +427,28 @@ def test_triton_products_that_quantise_tokens(kernels, device, rows, k):
     assert not np.isnan(got[1:].astype(np.float32)).any()
 
 
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("k", [24, 130, 480])
+def test_triton_quantises_bfloat16_as_float32(kernels, device, k, first):
+    """Rows of bfloat16 go through instructions that take two entries: the bits of the same rows in
+    float32, which do not. Also where a row begins between two words.
+    """
+    import torch
+
+    from twinfer.gpu.kernels.narrow import quantize_fp8_dynamic
+
+    rng = np.random.default_rng(k)
+    x = rng.normal(size=(9, k + first)) * 2.0 ** rng.integers(-8, 8, (9, 1))
+    x[1], x[2], x[3] = 0.0, 2.0**-120, x[3] * 2.0**-126
+    x[4, 5], x[5, 6], x[6, 7:9] = np.inf, np.nan, (-np.inf, np.nan)
+    x[7], x[8, k - 1] = np.nan, -3e38
+    x = torch.from_numpy(x).to(device, torch.bfloat16)[:, first:]
+    values, scale = quantize_fp8_dynamic(x, "row", 0)
+    same, of = quantize_fp8_dynamic(x.to(torch.float32), "row", 0)
+    assert torch.equal(scale.view(torch.int32), of.view(torch.int32))
+    assert torch.equal(values.view(torch.uint8), same.view(torch.uint8))
+
+
 @pytest.mark.parametrize(("dim", "inter"), [(96, 45), (96, 208), (120, 45), (128, 208)])
 @pytest.mark.parametrize("rows", [1, 2, 9, 33])
 def test_triton_mlp_of_fp8(kernels, device, rows, dim, inter):
