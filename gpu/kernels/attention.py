@@ -142,14 +142,15 @@ def splitting(
     shapes alone; `reach`: of a window or a chunk.
 
     Few requests have all the parts that pay, each by itself: one of many might be much longer than
-    the others. If they leave parts of the GPU idle then, they have as many as run at once.
+    the others. If they leave parts of the GPU idle then, they have as many as run at once. From
+    eight on more parts than run at once cost more than they gain.
     """
     longest = min(slots, reach + setting["block_n"]) if reach > 0 else slots
     if longest <= setting["chunk"] or requests * heads > COUNTERS:
         return WHOLE.value, 1, requests
     resident = max(1, setting["programs"] * processors() // heads)
     pay = -(-longest // setting["chunk"])
-    if requests * min(pay, setting["parts"]) <= 2 * resident:
+    if requests * min(pay, setting["parts"]) <= (2 if requests < 8 else 1) * resident:
         parts = max(setting["parts"], min(resident // requests, setting["most"]))
         parts = min(pay, parts)
         return EACH.value, parts, requests * parts
@@ -180,6 +181,7 @@ def _decode(
         q.stride(0), q.stride(1), page_table.stride(0), wanted, tokens, kv_lens.shape[0],
         MIXED=mixed, WINDOW=window, CHUNK=chunk, CAPPED=soft_cap > 0, SINKS=sinks is not None,
         SCALED=scales is not None, LEAST=setting["chunk"], MOST=setting["most"],
+        FEW=setting.get("few", 0),
         BLOCK_G=power_of_2(shape["GROUP"], 16), BLOCK_N=setting["block_n"],
         BLOCK_R=power_of_2(kv_lens.shape[0], 2), STAGES=setting["stages"], SPLIT=split,
         num_warps=setting["warps"],

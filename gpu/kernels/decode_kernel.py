@@ -23,28 +23,54 @@ EACH = tl.constexpr(1)
 """Each request may have as many parts, whatever the others have."""
 ALL = tl.constexpr(2)
 """The slots of all requests are divided evenly."""
+UNEVEN = tl.constexpr(8)
+"""How much longer than the mean the longest request is where there are half as many parts again:
+most programs take whole requests then, and those with parts of the long one would end last.
+"""
 
 
 @triton.jit
-def _slots_of(page_table, slot, seen, PAGE: tl.constexpr):
-    """Places in the cache of slot numbers of a request."""
-    page = tl.load(page_table + slot // PAGE, mask=seen, other=0)
-    return page.to(tl.int64) * PAGE + slot % PAGE
+def _page_of(page_table, start, high, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The page of the block of slots that begins at `start` if pages are made of blocks, else
+    [BLOCK_N] those of its slots. From `high` on it is any.
+    """
+    slot = start
+    if PAGE % BLOCK_N > 0:
+        slot += tl.arange(0, BLOCK_N)
+    return tl.load(page_table + tl.maximum(tl.minimum(slot, high - 1), 0) // PAGE)
+
+
+@triton.jit
+def _keys_of(
+    kv, page, start, d, HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Pointers [BLOCK_N BLOCK_D] to entries `d` of the K of the block of slots at `start`, which
+    lies in `page`; `kv` points to the K of the head in slot 0.
+    """
+    ROW: tl.constexpr = 2 * HEADS * SIZE
+    n = tl.arange(0, BLOCK_N)
+    if PAGE % BLOCK_N > 0:
+        place = page.to(tl.int64) * PAGE + (start + n) % PAGE
+        return kv + ((place * ROW)[:, None] + d[None, :])
+    else:
+        place = page.to(tl.int64) * PAGE + start % PAGE
+        return kv + place * ROW + (n[:, None] * ROW + d[None, :])
 
 
 @triton.jit
 def _attend(
-    acc, top, total, q, kv, page_table, slot, low, high, d, scale, soft_cap,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr,
+    acc, top, total, q, kv, page, start, low, high, d, scale, soft_cap,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """(acc, top, total) after the slots in [low, high) of a block; `kv` points to the K of the
-    head in slot 0.
-    """
+    """(acc, top, total) after the slots in [low, high) of the block at `start`; see `_keys_of`."""
+    slot = start + tl.arange(0, BLOCK_N)
     seen = (slot >= low) & (slot < high)
-    row = _slots_of(page_table, slot, seen, PAGE) * (2 * HEADS * SIZE)
-    place, mask = row[:, None] + d[None, :], seen[:, None] & (d < SIZE)[None, :]
-    k = tl.load(kv + place, mask=mask, other=0.0).to(q.dtype)
-    v = tl.load(kv + SIZE + place, mask=mask, other=0.0).to(q.dtype)
+    mask = seen[:, None] & (d < SIZE)[None, :]
+    keys = _keys_of(kv, page, start, d, HEADS, SIZE, PAGE, BLOCK_N)
+    k = tl.load(keys, mask=mask, other=0.0).to(q.dtype)
+    v = tl.load(keys + SIZE, mask=mask, other=0.0).to(q.dtype)
     scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32)) * scale
     if CAPPED:
         scores = squash(scores, soft_cap)
@@ -130,14 +156,16 @@ def _evenly(blocks, size, most):
 @triton.jit
 def _part_of(
     item, lengths, live, requests, wanted, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    LEAST: tl.constexpr, MOST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr, FEW: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Which part of which request is number `item`: (request, part, parts, blocks a part, number of
     the request's first part). First come the parts of requests that are split, which are the
     longest, then whole requests, then the rows of none, from `live` on.
 
-    Parts have LEAST slots or more, as many that all requests have about `wanted` of them. A request
-    has at most MOST.
+    Parts have LEAST slots or more, as many that all requests have about `wanted` of them, or half
+    as many again if one is UNEVEN times as long as the mean. A request has at most MOST. Where none
+    has more than FEW slots, none is split, unless that leaves most of the GPU idle.
     """
     r = tl.arange(0, BLOCK_R)
     real = r < tl.minimum(live, requests)
@@ -146,10 +174,15 @@ def _part_of(
     )
     blocks = tl.where(real, tl.maximum(blocks, 1), 0)
     total, longest = tl.reduce((blocks, blocks), 0, _sum_and_max)
-    size = tl.maximum(tl.cdiv(total, wanted), LEAST // BLOCK_N)
+    aimed = wanted
+    if longest * tl.minimum(live, requests) > total * UNEVEN:
+        aimed += wanted // 2
+    size = tl.maximum(tl.cdiv(total, aimed), LEAST // BLOCK_N)
     t, split, begin = item, item * 0, item
     parts, part = split + 1, longest
-    if longest > size:  # else each request is one part, and its number is known without the others
+    # Else each request is one part, and its number is known without the others.
+    few = tl.where(live * 8 >= wanted, FEW // BLOCK_N, 0)
+    if longest > tl.maximum(size, few):
         # Last parts that are not full make more than are wanted, and what does not run at once
         # has to wait for the longest. Whole requests leave room as soon as they are done: they
         # count for what they are of a part.
@@ -157,8 +190,10 @@ def _part_of(
         whole, split_parts = tl.reduce(
             (tl.where(all_parts == 1, blocks, 0), tl.where(all_parts > 1, all_parts, 0)), 0, _sums
         )
-        room = tl.maximum(wanted - whole // size, 1)
+        room = tl.maximum(aimed - whole // size, 1)
         size = tl.maximum(size, tl.cdiv(size * split_parts, room))
+        # The grid has `wanted` programs beside one for each request.
+        size = tl.maximum(size, tl.cdiv(total - whole, wanted))
         all_parts, _size = _evenly(blocks, size, MOST)
         is_split = all_parts > 1
         of_split = tl.where(is_split, all_parts, 0)
@@ -191,13 +226,12 @@ def decode_kernel(
     MIXED: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, SCALED: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
-    STAGES: tl.constexpr, SPLIT: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    FEW: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV head, part). With SPLIT of ALL there are `wanted` + `tokens` parts, of EACH `wanted`
-    of each token, else one of each. In a mixed step only the first counts[0] tokens are taken, else
-    counts[1]. SCALED: K and V are multiplied with `k_scale` and `v_scale` [HEADS].
+    of each token, else one of each. In a mixed step only the first counts[0] tokens are
+    taken, else counts[1]. SCALED: K and V are multiplied with `k_scale` and `v_scale` [HEADS].
 
     The heads of a slot lie side by side, so those that read them run side by side.
     """
@@ -216,7 +250,7 @@ def decode_kernel(
     split, parts, part, begun = item // tokens, item * 0 + 1, item, item
     if SPLIT == ALL:
         t, split, parts, part, begun = _part_of(
-            item, kv_lens, live, requests, wanted, WINDOW, CHUNK, LEAST, MOST, BLOCK_R, BLOCK_N
+            item, kv_lens, live, requests, wanted, WINDOW, CHUNK, LEAST, MOST, FEW, BLOCK_R, BLOCK_N
         )  # fmt: skip
     length = tl.load(kv_lens + tl.minimum(t, requests - 1))
     first, low, blocks = _reach(length, WINDOW, CHUNK, BLOCK_N)
@@ -229,18 +263,16 @@ def decode_kernel(
         high = tl.minimum(low + part * BLOCK_N, length)
     # Programs without a part end before the wait, and leave their place to others. One in each
     # launch has to wait, or this launch would seem done before the one in front of it: with EACH
-    # those of parts 0, with ALL the first.
+    # those of parts 0, with ALL the first; they have a part, or a row of padding.
     if SPLIT == EACH:  # noqa: SIM102 (only this one is known to the compiler)
         if (split > 0) & ((split >= parts) | (t >= live)):
             return
     if SPLIT == ALL:  # noqa: SIM102
         if (item > 0) & (t >= tokens):
             return
-    page_table += t.to(tl.int64) * table_stride
+    page_table += tl.minimum(t, requests - 1).to(tl.int64) * table_stride
+    page = _page_of(page_table, low, tl.where(t < live, high, 0), PAGE, BLOCK_N)
     wait(OVERLAP)
-    if SPLIT == ALL:  # noqa: SIM102
-        if t >= tokens:
-            return
     place = t.to(tl.int64) * q_token_stride + head[:, None] * q_head_stride + d[None, :]
     query = tl.load(q + place, mask=rows, other=0.0)
     result = out + t.to(tl.int64) * (HEADS * GROUP * SIZE) + head[:, None] * SIZE + d[None, :]
@@ -248,18 +280,19 @@ def decode_kernel(
         if not MIXED and split == 0:
             tl.store(result, tl.zeros([BLOCK_G, BLOCK_D], out.dtype.element_ty), mask=rows)
         return
-    if SPLIT == EACH:  # noqa: SIM102
-        if split >= parts:
-            return
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
-        slot = start + tl.arange(0, BLOCK_N)
+        # The next page is carried along, so that the K and V of blocks ahead do not wait for it:
+        # with three stages those of two blocks are on their way. It is carried as it was loaded,
+        # or the compiler would bring it by way of shared memory, and wait there for all.
+        next_page = _page_of(page_table, start + BLOCK_N, high, PAGE, BLOCK_N)
         acc, top, total = _attend(
-            acc, top, total, query, kv + h * 2 * SIZE, page_table, slot, first, high, d,
-            factor, soft_cap, HEADS, SIZE, PAGE, CAPPED,
+            acc, top, total, query, kv + h * 2 * SIZE, page, start, first, high, d, factor,
+            soft_cap, HEADS, SIZE, PAGE, BLOCK_N, CAPPED,
         )  # fmt: skip
+        page = next_page
     if SPLIT == WHOLE or parts == 1:
         total = with_sinks(total, top, sinks, head, g < GROUP, SINKS)
         tl.store(result, (acc / total[:, None] * v_factor).to(out.dtype.element_ty), mask=rows)

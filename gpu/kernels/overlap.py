@@ -3,8 +3,8 @@ still runs.
 
 What it does before `wait` is hidden behind that one: finding its place, loading weights. The rule,
 which all kernels here keep: before `wait` nothing is written, and only weights are read, which no
-launch of a step writes. `decode_kernel` also reads lengths: whoever wrote them had ended before the
-cache was written, since that launch is LATE, and attention comes after it. So does
+launch of a step writes. `decode_kernel` also reads lengths and page tables: whoever wrote them had
+ended before the cache was written, since that launch is LATE, and attention comes after it. So does
 `narrow_few_down_kernel` with the choices of experts: the launch in front of it is LATE, and waits
 for who chose. A program may end without `wait` if another one of its launch waits: else the launch
 would be done before the one in front of it. A kernel that knows nothing of this neither starts

@@ -191,6 +191,33 @@ def test_triton_decode_in_parts(kernels, device, dtype, reach, programs, chunk, 
     assert not counters(torch.zeros(1, device=device).device).any()
 
 
+@pytest.mark.parametrize("reach", [{}, {"window": 300, "sinks": SINKS}, {"chunk": 500}], ids=str)
+def test_triton_decode_by_page_and_by_slot(kernels, device, reach):
+    """Blocks that lie in one page and blocks that lie in several give the same bits."""
+    arguments = paged(
+        generator("pages"),
+        "bfloat16",
+        [700, 3, 1100],
+        [1, 1, 1],
+        (4, 2),
+        64,
+        64,
+        requests=4,
+        tokens=4,
+    )
+    kv, table = arguments["kv"], arguments["page_table"]
+    fourth = np.repeat(table * 4, 4, axis=1) + np.tile(
+        np.arange(4, dtype=table.dtype), table.shape[1]
+    )
+    cut = {"kv": kv.reshape(-1, 16, *kv.shape[2:]), "page_table": fourth}
+    judge("paged_attention", arguments | reach, device)
+    whole, parts = (
+        run("paged_attention", "torch", "triton", arguments | reach | pages, device)[0]
+        for pages in ({}, cut)
+    )
+    assert whole.tobytes() == parts.tobytes()
+
+
 def test_triton_decode_writes_rows_of_padding(kernels, device, monkeypatch):
     """Also beside a request that is split: all of them are zeros, as the reference has them."""
     import torch
@@ -293,6 +320,7 @@ def test_when_requests_are_split_together(kernels):
     assert splitting(1, 8, 1024, 0, setting) == (1, 16, 16)
     assert splitting(2, 8, 8192, 0, setting) == (1, resident // 2, resident // 2 * 2)
     assert splitting(4, 8, 8192, 0, setting) == (1, 32, 128)
+    assert splitting(8, 4, 8192, 0, setting) == (2, 2 * resident, 8 + 2 * resident)
     assert splitting(8, 8, 8192, 0, setting) == (2, resident, 8 + resident)
     assert splitting(8, 8, 8192, 60, setting) == (1, 2, 16)
     assert splitting(8, 8, 64, 0, setting) == (0, 1, 8)
@@ -307,12 +335,24 @@ def test_when_requests_are_split_together(kernels):
         ([8192] * 7, 1.3),
         ([300, 20_000, 5, 9000, 64] * 2, 1.5),
         ([1] * 8, None),
+        ([250, 200] * 6, None),
+        ([64_000] + [60] * 9, 1.15),
     ],
-    ids=["long among short", "long first", "alike", "mixed", "one block each"],
+    ids=[
+        "long among short",
+        "long first",
+        "alike",
+        "mixed",
+        "one block each",
+        "few slots each",
+        "one long",
+    ],
 )
 def test_the_slots_of_all_requests_are_divided_evenly(kernels, device, lengths, most):
     """Every block of a request is in one part; parts of requests that are split come first, and
-    none is much larger than an equal share; rows of no request come last, one by one.
+    none is much larger than an equal share, of which there may be half as many again if one request
+    is more than 8 times as long as the mean. There is none if all have 256 slots or less; rows of
+    no request come last, one by one.
     """
     import torch
 
@@ -332,6 +372,7 @@ def test_the_slots_of_all_requests_are_divided_evenly(kernels, device, lengths, 
     assert seen == {r: [*range(-(-n // size))] for r, n in enumerate(lengths)}
     split_ones = [item[2] > 1 for item in real]
     assert split_ones == sorted(split_ones, reverse=True)
+    assert any(split_ones) == (max(lengths) > 256)
     share = sum(-(-n // size) for n in lengths) / wanted
     if most is not None:
         assert max(item[3] for item in real if item[2] > 1) <= most * share + 1
