@@ -38,6 +38,14 @@ SLACK = 64
 """Steps behind the start of the last prompt before the clock starts."""
 
 
+def name_and_folder(text: str) -> tuple[str, str]:
+    """A value of `--against`."""
+    name, equals, folder = text.partition("=")
+    if not (name and equals and folder):
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be NAME=DIR")
+    return name, folder
+
+
 def use_checkout(folder: str) -> None:
     """Import `twinfer` from a checkout, whatever is installed."""
     place = Path(folder).resolve()
@@ -265,7 +273,12 @@ def parse_arguments() -> argparse.Namespace:
         help="turns of each; the one with the least `step` is shown",
     )
     parser.add_argument(
-        "--against", action="append", default=[], metavar="NAME=DIR", help="another checkout"
+        "--against",
+        type=name_and_folder,
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="another checkout",
     )
     parser.add_argument(
         "--cpu-time", action="store_true", help="time of the thread, for a machine that others use"
@@ -308,7 +321,7 @@ def main() -> None:
             )
         )
         return
-    checkouts = dict(entry.split("=", 1) for entry in args.against) | {"here": str(HERE)}
+    checkouts = dict(args.against) | {"here": str(HERE)}
     rows = []
     for worker in args.workers:
         for context in args.contexts:

@@ -54,7 +54,6 @@ from .sampling_params import SamplingParams
 from .scheduler import Scheduler, SchedulerMetrics
 from .scheduler_config import SchedulerConfig
 from .step import StepInput, StepOutput, TopLogprobs, mask_words
-from .weights import check_memory
 from .worker import (
     ProgramReport,
     RankProcesses,
@@ -198,7 +197,6 @@ class Engine:
         self.config, changes = resolve(config, model, self.device, demand)
         weights = None if self.config.load_format == "dummy" else self._folder
         self.model, scales = with_scales(model, self.config, weights)
-        check_memory(self.model, self.config, self.device)
         self.report = StartReport([*chosen, *changes, *quantized, *scales])
         self._asked = self.config
         self.table = self.config.table()

@@ -45,8 +45,7 @@ def check_memory(model: ModelConfig, config: ResolvedConfig, device: DeviceInfo)
         return
     itemsize = 4 if config.dtype == "float32" else 2
     size = weight_bytes(parameters_of(model), itemsize)
-    # Shards may be on machines of their own.
-    if size > device.memory * config.tensor_parallel_size:
+    if size > device.memory:
         raise ConfigError(
             f"dtype: got {config.dtype}, in which the weights take {size / 2**30:.1f} GiB; this "
             f"machine has {device.memory / 2**30:.1f}: take a smaller dtype, --quantization or a "

@@ -20,6 +20,7 @@ from .models.caches import CacheLayout
 from .models.config import ModelConfig
 from .progress import Progress, silent
 from .step import StepInput, StepOutput
+from .weights import check_memory
 
 HOST_MEMORY_FOR_KV = 1 << 30
 """Bytes of KV cache on a CPU unless the user says otherwise: a host's memory belongs to others
@@ -293,7 +294,10 @@ def check_ray(backend: str, count: int) -> None:
 def create_worker(
     model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str
 ) -> Worker:
-    """A worker in this process, or several ranks as one."""
+    """A worker in this process, or several ranks as one.
+
+    Raises ConfigError where one process is to hold more weights than the machine has memory.
+    """
     ranks = start_ranks(
         config.backend,
         device.platform,
@@ -307,5 +311,6 @@ def create_worker(
         except BaseException:
             ranks.close()
             raise
+    check_memory(model, config, device)
     worker: Worker = backend_module(config.backend).make_worker(model, config, device, folder)
     return worker

@@ -3,6 +3,7 @@ JUnit.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -137,3 +138,14 @@ def test_taps_that_nothing_matches_are_refused(model, tmp_path, taps, capsys):
     assert run("capture", *model, *words) == 2
     assert f"taps: got {taps!r}, which is the name of no op call" in capsys.readouterr().err
     assert not folder.exists()
+
+
+def test_weights_that_no_machine_has_room_for_are_one_line(small_model, tmp_path, capsys):
+    """15 TiB of them: before a worker begins to load."""
+    config = json.loads((Path(small_model) / "config.json").read_text())
+    wide = config | {"hidden_size": 2**15, "intermediate_size": 2**24}
+    (tmp_path / "config.json").write_text(json.dumps(wide))
+    words = ["--model", tmp_path, "--load-format", "dummy", "--on", "torch:cpu"]
+    assert run("capture", *words, "--out", tmp_path / "bundle") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "in which the weights take" in line
