@@ -649,7 +649,8 @@ class Engine:
             count = min(end, len(kept) - 1) - start
             rows = list(range(int(first[i]), int(first[i]) + count))
             tokens = targets[rows].tolist()
-            kept[start + 1 : start + 1 + count] = _listed(top, rows, tokens, [wanted] * count)
+            asked = [(row, token, wanted) for row, token in zip(rows, tokens, strict=True)]
+            kept[start + 1 : start + 1 + count] = _listed(top, asked)
 
     def metrics(self) -> SchedulerMetrics:
         """Gauges and counters of the scheduler."""
@@ -712,18 +713,16 @@ def _wanted_logprobs(
         for index, token, request in zip(indices, tokens, requests, strict=True)
         if request.params.logprobs is not None
     ]
-    rows, chosen, counts = zip(*wanted, strict=True) if wanted else ((), (), ())
-    return iter(_listed(top, rows, chosen, counts))
+    return iter(_listed(top, wanted))
 
 
-def _listed(
-    top: TopLogprobs, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]
-) -> list[TokenLogprobs]:
-    """The log-probabilities of `rows`: of the token of each, and of the best ones, as many as asked
-    for. All rows in a few calls: numbers that are fetched one by one take far longer.
+def _listed(top: TopLogprobs, wanted: Sequence[tuple[int, int, int]]) -> list[TokenLogprobs]:
+    """Of each (row, token, count) the log-probabilities of the token and of the `count` best ones.
+    All rows in a few calls: numbers that are fetched one by one take far longer.
     """
-    if not rows:
+    if not wanted:
         return []
+    rows, tokens, counts = zip(*wanted, strict=True)
     most = max(counts)
     # A view of one row takes half as long as an array of its number.
     picked = slice(rows[0], rows[0] + 1) if len(rows) == 1 else np.asarray(rows)
