@@ -249,7 +249,7 @@ def test_a_model_at_its_defaults():
         change.startswith("page_size: None -> 128 (the page table of 256 requests")
         for change in report["changes"]
     )
-    assert (len(report["programs"]), report["ladder"]) == (5, 89)
+    assert (len(report["programs"]), report["ladder"]) == (5, 90)
     most = max(p["temporaries"] for p in report["programs"])
     assert report["besides"]["temporaries of the largest program"] == most
     taken = sum(report["besides"].values()) + (report["num_pages"] + 1) * report["page_bytes"]
