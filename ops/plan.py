@@ -264,6 +264,8 @@ def enabled_ops(enable: Sequence[str]) -> set[str]:
 
     A disabled op runs its native implementation, whatever the priorities say. Raises OpError.
     """
+    if not enable:
+        raise OpError("enable list: got an empty one, allowed are all, none, and +op or -op")
     words = set(enable)
     if {"all", "none"} <= words:
         raise OpError("enable list: got both 'all' and 'none', one start is allowed")

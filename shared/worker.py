@@ -14,7 +14,7 @@ import numpy as np
 
 from ..bucketing import Table
 from ..ops import Plans
-from .config import BACKENDS, Change, DeviceInfo, ResolvedConfig
+from .config import BACKENDS, Change, DeviceInfo, ResolvedConfig, host_memory
 from .errors import BackendUnavailable, ConfigError
 from .models.caches import CacheLayout
 from .models.config import ModelConfig
@@ -25,6 +25,12 @@ from .weights import check_memory
 HOST_MEMORY_FOR_KV = 1 << 30
 """Bytes of KV cache on a CPU unless the user says otherwise: a host's memory belongs to others
 too.
+"""
+
+
+RANK_MEMORY = 200 << 20
+"""Bytes of host memory that a rank takes at least: four of the bundled model had 212 MiB each, what
+they share counted once.
 """
 
 
@@ -268,6 +274,12 @@ def start_ranks(
         check_ray(backend, count)
     elif backend != "torch" or count == 1:
         return None
+    elif count * RANK_MEMORY > host_memory():
+        raise ConfigError(
+            f"tensor_parallel_size: got {count}, allowed is at most "
+            f"{host_memory() // RANK_MEMORY} here: each rank is a process of {RANK_MEMORY >> 20} "
+            f"MiB or more, and this machine has {host_memory() >> 30} GiB"
+        )
     check_installed(backend)
     try:
         ranks: RankProcesses = import_module(f"{__package__}.executor.worker").start(

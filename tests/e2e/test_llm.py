@@ -240,6 +240,7 @@ def test_a_bad_request_ends_alone(llm, prompt, options, field):
         {"scan_layers": "yes", "backend": "jax"},
         {"op_priority": 5},
         {"enable_ops": "all"},
+        {"enable_ops": ()},
         {"enable_ops": ("all", "none")},
         {"max_modle_len": 5},
         {"kv_cache_memory": 10},

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from twinfer.bucketing import Descriptor
+from twinfer.shared import worker
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import BackendUnavailable, ConfigError, RankLost
 from twinfer.shared.executor import driver
@@ -124,6 +125,14 @@ def test_a_decode_step_of_256_requests_at_128k_is_small():
         new_pages=NewPages(0, new, new, new, new),
     )  # fmt: skip
     assert len(encode(sent)) < 1 << 16
+
+
+def test_more_ranks_than_memory_are_refused_before_any_is_started(monkeypatch):
+    """256 of them took all memory of a machine, and the system killed others."""
+    monkeypatch.setattr(worker, "host_memory", lambda: 4 << 30)
+    monkeypatch.setattr(driver, "Subprocesses", None)
+    with pytest.raises(ConfigError, match="tensor_parallel_size: got 21, allowed is at most 20"):
+        worker.start_ranks("torch", "cpu", 21, print)
 
 
 def test_calls_reach_all_ranks_and_the_least_counts(monkeypatch):
