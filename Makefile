@@ -5,9 +5,10 @@ SHELL := bash
 
 PYTHON ?= python3
 PYTEST_ARGS ?= -n auto --dist loadfile
-# A process for each GPU, which sees no other; the server's tests need none. Without an environment: python -m pytest $(make -s print-gpu-args)
+# A process for each GPU, or GPU_PROCESSES in turn, each of which sees one; the server's tests need none. Without an environment: python -m pytest $(make -s print-gpu-args)
 GPUS ?= $(shell nvidia-smi -L 2> /dev/null | grep -c ^GPU)
-GPU_ARGS = --device cuda -m gpu -p twinfer.gpu.kernels --ignore-glob=*/test_tpu_* --ignore-glob=*/test_server* --ignore-glob=*/test_dashboard* --continue-on-collection-errors --durations=15 -n $(GPUS) \
+GPU_PROCESSES ?= $(GPUS)
+GPU_ARGS = --device cuda -m gpu -p twinfer.gpu.kernels --ignore-glob=*/test_tpu_* --ignore-glob=*/test_server* --ignore-glob=*/test_dashboard* --continue-on-collection-errors --durations=15 -n $(GPU_PROCESSES) \
 	--dist worksteal tests/unit tests/e2e
 
 BIN := .venv/bin

@@ -6,6 +6,7 @@ that processes started by a test inherit them. All are defaults: set the variabl
 override one.
 """
 
+import fcntl
 import gc
 import os
 import shutil
@@ -63,11 +64,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") != "cpu":
         os.environ.pop("JAX_PLATFORMS", None)
     if config.getoption("--device") == "cuda":
-        if (worker := getattr(config, "workerinput", None)) is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of(
-                worker["workerid"], os.environ.get("CUDA_VISIBLE_DEVICES")
-            )
         check_gpu()
+        if (worker := getattr(config, "workerinput", None)) is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of(worker["workerid"], visible_gpus())
         # Both frameworks are in this process: JAX would take three quarters of the memory for
         # itself.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -122,18 +121,29 @@ def _temporary_folder(config: pytest.Config, prefix: str) -> str:
     return folder
 
 
-def gpu_of(worker: str, visible: str | None) -> str:
-    """The GPU of one of xdist's workers, of those that are visible: engines measure the memory
-    that is left on it.
-    """
-    index = int(worker.removeprefix("gw"))
-    if visible is None:
-        return str(index)
-    if index >= len(each := visible.split(",")):
-        raise pytest.UsageError(
-            f"-n: got more processes than GPUs, CUDA_VISIBLE_DEVICES names {len(each)}"
-        )
-    return each[index]
+def visible_gpus() -> list[str]:
+    """The names of the GPUs that this process may use."""
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def gpu_of(worker: str, gpus: list[str]) -> str:
+    """The one GPU that one of xdist's workers sees: they are dealt out in turn."""
+    return gpus[int(worker.removeprefix("gw")) % len(gpus)]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Let a test that is marked `alone` have its GPU alone, where processes share one."""
+    if item.config.getoption("--device") != "cuda" or not hasattr(item.config, "workerinput"):
+        return (yield)
+    gpu = os.environ["CUDA_VISIBLE_DEVICES"]
+    shares = item.get_closest_marker("alone") is None
+    with open(os.path.join(os.environ["XDG_CACHE_HOME"], f"gpu-{gpu}.lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_SH if shares else fcntl.LOCK_EX)
+        return (yield)
 
 
 def check_gpu() -> None:

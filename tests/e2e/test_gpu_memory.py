@@ -400,6 +400,7 @@ def test_the_end_of_a_process_leaves_its_memory_to_the_driver(device):
     assert (done.returncode, done.stdout, done.stderr) == (0, "cuMemSetAccess\n", "")
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_dropped_engines_give_their_memory_back_on_a_gpu(device, tmp_path):
     """With steps in flight, by the collector alone but for torch's own cache, from the second on:
@@ -527,6 +528,7 @@ def test_memory_is_measured_once_eager_steps_have_theirs(
     assert log[-1] == "waited for"
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY", "NONE"])
 def test_the_largest_eager_steps_take_no_memory_after_ready_on_a_gpu(device, tmp_path, mode):
