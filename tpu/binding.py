@@ -8,6 +8,7 @@ kernels, and ops whose columns are dealt out by `sharding.place`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,6 +23,11 @@ from ..ops.namespaces.jax_ import InStack
 from ..ops.plan import COMPOSITION, NATIVE
 from .sharding import REPLICATED
 
+PROJECTIONS = ("linear_grouped",)
+"""Ops whose kernels run shard by shard as their weight is dealt out, which it says itself: by rows
+it gives columns of the result, by the entries of its rows parts of a sum.
+"""
+
 
 def bind_on(plan: Plan, mesh: Mesh) -> Any:
     """A namespace of the plan's ops for programs on `mesh`. Raises OpError for a kernel that
@@ -34,6 +40,9 @@ def bind_on(plan: Plan, mesh: Mesh) -> Any:
 
     def wrap(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
         kernel = plan[op.name].provider not in (NATIVE, COMPOSITION)
+        if kernel and op.name in PROJECTIONS:
+            chosen = plan[op.name].implementation
+            return _projection(op, chosen.function, chosen.part, mesh)
         if op.shards or kernel:
             return _sharded(op, getattr(local, op.name), mesh)
         # XLA partitions it; a composition calls the ops of this namespace, each of them as it
@@ -57,7 +66,8 @@ def check_partition(plan: Plan) -> None:
     for name, choice in plan.choices.items():
         if choice.provider in (NATIVE, COMPOSITION) or name in inside:
             continue
-        if not _says_its_shards(REGISTRY[name]):
+        gives_parts = name in PROJECTIONS and choice.implementation.part is not None
+        if not (gives_parts or _says_its_shards(REGISTRY[name])):
             raise OpError(
                 f"op {name!r}: {choice.provider!r} does not run on several shards; disable it "
                 f"(-{name})"
@@ -69,9 +79,9 @@ def _says_its_shards(op: Op) -> bool:
 
 
 def _spec_of(op: Op, axes: Axes, x: Any) -> Any:
-    """How an argument lies: of a stack all do as one."""
+    """How an argument lies."""
     spec = _spec(op, axes, x.ndim)
-    return InStack(P(None, *spec), REPLICATED) if isinstance(x, InStack) else spec
+    return _spec_in_stack(x, spec) if isinstance(x, InStack) else spec
 
 
 def _is_sum(op: Op, axes: Axes) -> bool:
@@ -99,6 +109,50 @@ def _spec(op: Op, axes: Axes, rank: int) -> P:
         for dimension in axes.dimensions
     ]
     return P(*[None] * (rank - len(dealt)), *dealt) if any(dealt) else REPLICATED
+
+
+def _projection(op: Op, whole: Any, part: Any, mesh: Mesh) -> Callable[..., Any]:
+    """A product with a narrow weight, an `InStack`, by an implementation and its `part`. Parts of
+    sums are added in float32, then comes the bias, and the result is rounded once: as where XLA
+    partitions a product.
+    """
+
+    def call(
+        x: Any, weight: InStack, scale: Any, zero: Any | None, bias: Any | None, kind: str
+    ) -> Any:
+        if not isinstance(weight, InStack):
+            raise OpError(
+                f"op {op.name!r}: a weight that is no part of a stack does not say which of its "
+                "dimensions shards deal out"
+            )
+        by_row, of_sum = weight.dealt == 0, weight.dealt == 1
+        own = P(*("tp" if axis == weight.dealt else None for axis in range(2)))
+        # One scale of a row is whole on each shard, however the row is dealt out.
+        groups = own if by_row or scale.shape[1] > 1 else REPLICATED
+
+        def shard(x: Any, weight: InStack, scale: Any, zero: Any, bias: Any) -> Any:
+            if not of_sum:
+                return whole(x, weight, scale, zero, bias, kind)
+            y = jax.lax.psum(part(x, weight, scale, zero, None, kind), "tp")
+            return (y if bias is None else y + bias.astype(y.dtype)[None, :]).astype(x.dtype)
+
+        inputs = (
+            own if of_sum else REPLICATED,
+            _spec_in_stack(weight, own),
+            groups,
+            groups,
+            P("tp") if by_row else REPLICATED,
+        )
+        out = P(None, "tp") if by_row else REPLICATED
+        run = jax.shard_map(shard, mesh=mesh, in_specs=inputs, out_specs=out, check_vma=False)
+        return run(x, weight, scale, zero, bias)
+
+    return named_jit(op, call)
+
+
+def _spec_in_stack(x: InStack, spec: P) -> InStack:
+    """How one array of a stack lies: all do as it does."""
+    return replace(x, stack=P(None, *spec), index=REPLICATED)
 
 
 def _sharded(op: Op, function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -57,11 +57,13 @@ class InStack:
     """One array of a stack [n, ...] of them, known by its index on the device.
 
     A loop over layers that hands a slice of stacked weights to a kernel copies it first. A kernel
-    that is `stacked` reads it where it lies.
+    that is `stacked` reads it where it lies. `dealt`: the dimension of the one array that the
+    shards of a mesh deal out, None if each has all of it.
     """
 
     stack: jax.Array
     index: jax.Array
+    dealt: int | None = field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -80,7 +82,7 @@ class InStack:
 
     def reshape(self, *shape: int) -> InStack:
         """With all arrays reshaped."""
-        return InStack(self.stack.reshape(self.stack.shape[0], *shape), self.index)
+        return replace(self, stack=self.stack.reshape(self.stack.shape[0], *shape))
 
     def taken(self) -> jax.Array:
         """The array itself."""

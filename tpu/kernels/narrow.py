@@ -82,9 +82,11 @@ def _largest(size: int, unit: int, most: int) -> int:
 def multiply(
     x: jax.Array, weight: jax.Array, layer: jax.Array | int, scale: jax.Array,
     zero: jax.Array | None, bias: jax.Array | None, kind: str, *, vmem: int | None, interpret: Any,
-    rows: int = ROWS, columns: int = COLUMNS,
+    rows: int = ROWS, columns: int = COLUMNS, dtype: Any = None,
 ) -> jax.Array:  # fmt: skip
-    """The op, with weight[layer] of a stack [layer n lanes]; blocks of `rows` by `columns`."""
+    """The op, with weight[layer] of a stack [layer n lanes]; blocks of `rows` by `columns`. The
+    result is of `dtype`, or that of x.
+    """
     (tokens, k), (n, lanes) = x.shape, weight.shape[1:]
     cut = cut_of(lanes, scale.shape[1])
     tile = 32 // x.dtype.itemsize
@@ -109,7 +111,7 @@ def multiply(
             out_specs=pl.BlockSpec((rows, columns), lambda j, i, s, *_: (i, j)),
             scratch_shapes=[pltpu.VMEM((rows, columns), jnp.float32)],
         ),
-        out_shape=jax.ShapeDtypeStruct((padded.shape[0], n), x.dtype),
+        out_shape=jax.ShapeDtypeStruct((padded.shape[0], n), dtype or x.dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=vmem
         ),
@@ -235,7 +237,8 @@ def vmem_need(x: Any, weight: Any, scale: Any) -> dict[str, int]:
         "two blocks of a weight": 2 * columns * (lanes_of(cut.step) + 2 * 4 * cut.groups_of_step),
         "rows": (2 * lanes_of(cut.step) + cut.groups_of_span * cut.span) * rows * bytes_each
         * (k // lanes),
-        "results and sums": rows * columns * (2 * bytes_each + 4 * (1 + cut.groups_of_span)),
+        # Results may be parts of sums, in float32.
+        "results and sums": rows * columns * 4 * (2 + 1 + cut.groups_of_span),
         "a span as numbers": columns * lanes_of(cut.span) * (4 * (k // lanes) + 4 + bytes_each),
     }  # fmt: skip
 
@@ -265,18 +268,33 @@ def compiles(
 
 
 def _run(
-    x: jax.Array, weight: Any, scale: Any, zero: Any, bias: Any, kind: str, interpret: Any
-) -> jax.Array:
+    x: jax.Array, weight: Any, scale: Any, zero: Any, bias: Any, kind: str, interpret: Any,
+    dtype: Any = None,
+) -> jax.Array:  # fmt: skip
     stack, layer = in_stack(weight)
     need = None if interpret else sum(vmem_need(x, weight, scale).values()) + SPARE
     # Scales are turned first, which for a whole stack would be done again in every layer.
     small = taken(scale), taken(zero), taken(bias)
-    return multiply(x, stack, layer, *small, kind, vmem=need, interpret=interpret)
+    return multiply(x, stack, layer, *small, kind, vmem=need, interpret=interpret, dtype=dtype)
+
+
+def part(
+    x: Array, weight: Array, scale: Array, zero: Array | None, bias: Array | None, kind: str
+) -> Array:
+    """What a shard has of the op's product."""
+    return _run(x, weight, scale, zero, None, kind, False, jnp.float32)
+
+
+def interpreted_part(
+    x: Array, weight: Array, scale: Array, zero: Array | None, bias: Array | None, kind: str
+) -> Array:
+    """What a shard has of the op's product."""
+    return _run(x, weight, scale, zero, None, kind, True, jnp.float32)
 
 
 @implement(
     "linear_grouped", provider="pallas", framework="jax", supported=on_tpu, supports_args=compiles,
-    preferred_on=("tpu",), stacked=True,
+    preferred_on=("tpu",), stacked=True, part=part,
 )  # fmt: skip
 def linear_grouped(
     x: Array, weight: Array, scale: Array, zero: Array | None, bias: Array | None, kind: str
@@ -287,7 +305,7 @@ def linear_grouped(
 
 @implement(
     "linear_grouped", provider="pallas_interpret", framework="jax", supports_args=takes,
-    stacked=True,
+    stacked=True, part=interpreted_part,
 )  # fmt: skip
 def interpreted_linear(
     x: Array, weight: Array, scale: Array, zero: Array | None, bias: Array | None, kind: str
