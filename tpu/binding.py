@@ -19,11 +19,13 @@ from ..ops import OpError, Plan
 from ..ops.bindings.jax import bind, named_jit, taking
 from ..ops.declare import REGISTRY, Op
 from ..ops.dimensions import Axes
+from ..ops.namespaces import namespace
 from ..ops.namespaces.jax_ import InStack
 from ..ops.plan import COMPOSITION, NATIVE
+from ..ops.reference.quantization import quantize_fp8_dynamic
 from .sharding import REPLICATED
 
-PROJECTIONS = ("linear_grouped",)
+PROJECTIONS = ("linear_grouped", "linear_fp8")
 """Ops whose kernels run shard by shard as their weight is dealt out, which it says itself: by rows
 it gives columns of the result, by the entries of its rows parts of a sum.
 """
@@ -117,37 +119,47 @@ def _projection(op: Op, whole: Any, part: Any, mesh: Mesh) -> Callable[..., Any]
     partitions a product.
     """
 
-    def call(
-        x: Any, weight: InStack, scale: Any, zero: Any | None, bias: Any | None, kind: str
-    ) -> Any:
-        if not isinstance(weight, InStack):
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = op.signature.bind(*args, **kwargs).arguments
+        if not isinstance(given["weight"], InStack):
             raise OpError(
                 f"op {op.name!r}: a weight that is no part of a stack does not say which of its "
                 "dimensions shards deal out"
             )
-        by_row, of_sum = weight.dealt == 0, weight.dealt == 1
-        own = P(*("tp" if axis == weight.dealt else None for axis in range(2)))
-        # One scale of a row is whole on each shard, however the row is dealt out.
-        groups = own if by_row or scale.shape[1] > 1 else REPLICATED
+        dealt, of_sum = given["weight"].dealt, given["weight"].dealt == 1
+        if of_sum and given.get("x_scale", given) is None:
+            # A row has one scale, also where its entries are dealt out.
+            x, scale = quantize_fp8_dynamic(namespace("jax"), given["x"], "row", 0)
+            given |= {"x": x, "x_scale": scale}
+        fixed = {name: given[name] for name in op.static_parameters}
+        arrays = {n: x for n, x in given.items() if n not in fixed and x is not None}
+        dtype = given.get("dtype", given["x"].dtype)
 
-        def shard(x: Any, weight: InStack, scale: Any, zero: Any, bias: Any) -> Any:
+        def shard(*values: Any) -> Any:
+            own = dict.fromkeys(given) | fixed | dict(zip(arrays, values, strict=True))
             if not of_sum:
-                return whole(x, weight, scale, zero, bias, kind)
-            y = jax.lax.psum(part(x, weight, scale, zero, None, kind), "tp")
-            return (y if bias is None else y + bias.astype(y.dtype)[None, :]).astype(x.dtype)
+                return whole(**own)
+            bias = own.pop("bias")
+            y = jax.lax.psum(part(**own, bias=None), "tp")
+            return (y if bias is None else y + bias.astype(y.dtype)[None, :]).astype(dtype)
 
-        inputs = (
-            own if of_sum else REPLICATED,
-            _spec_in_stack(weight, own),
-            groups,
-            groups,
-            P("tp") if by_row else REPLICATED,
-        )
-        out = P(None, "tp") if by_row else REPLICATED
+        inputs = tuple(_side(name, x, dealt) for name, x in arrays.items())
+        out = P(None, "tp") if dealt == 0 else REPLICATED
         run = jax.shard_map(shard, mesh=mesh, in_specs=inputs, out_specs=out, check_vma=False)
-        return run(x, weight, scale, zero, bias)
+        return run(*arrays.values())
 
     return named_jit(op, call)
+
+
+def _side(name: str, x: Any, dealt: int | None) -> Any:
+    """How an argument of a product lies, of whose weight the dimension `dealt` is dealt out. Scales
+    may be one for all rows, or one for a whole row.
+    """
+    if name == "bias":
+        return P("tp") if dealt == 0 else REPLICATED
+    whole = dealt is None or x.shape[dealt] == 1 or (dealt == 0 and name in ("x", "x_scale"))
+    spec = REPLICATED if whole else P(*("tp" if axis == dealt else None for axis in range(2)))
+    return _spec_in_stack(x, spec) if isinstance(x, InStack) else spec
 
 
 def _spec_in_stack(x: InStack, spec: P) -> InStack:

@@ -59,8 +59,8 @@ for shards in sizes:
         "compilations": engine.worker.compilations_after_ready(),
         "kv": [list(s.data.shape) for s in engine.worker._kv.addressable_shards],
         "products": sorted({
-            plan["linear_grouped"].provider for plan in engine.worker.plans().by_kind.values()
-            if "linear_grouped" in plan
+            plan[op].provider for plan in engine.worker.plans().by_kind.values()
+            for op in ("linear_grouped", "linear_fp8") if op in plan
         }),
         "weights": sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(engine.worker._weights)),
     }), flush=True)
@@ -192,7 +192,8 @@ def test_narrow_weights_on_shards(checkpoints, scheme):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("scheme", "quantization"), [("packed-zeros", ""), ("wide", "int8_weights")]
+    ("scheme", "quantization"),
+    [("packed-zeros", ""), ("wide", "int8_weights"), ("wide", "fp8"), ("deepseek", "")],
 )
 def test_the_kernel_of_narrow_weights_on_shards(checkpoints, tmp_path, scheme, quantization):
     """Interpreted: each shard multiplies its rows, or its entries of all rows."""
@@ -201,7 +202,7 @@ def test_the_kernel_of_narrow_weights_on_shards(checkpoints, tmp_path, scheme, q
     else:
         make(folder := str(tmp_path / scheme), scheme)
     (natively,) = run(folder, [1], quantization=quantization)
-    kernel = {"linear_grouped": ["pallas_interpret"]}
+    kernel = {op: ["pallas_interpret"] for op in ("linear_grouped", "linear_fp8")}
     runs = run(folder, [1, 2, 4], quantization=quantization, priority=kernel)
     assert natively["products"] == ["native"]
     assert [r["products"] for r in runs] == [["pallas_interpret"]] * 3

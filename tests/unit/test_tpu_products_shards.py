@@ -15,8 +15,30 @@ EXACT = "whole numbers"
 DEALT = {"rows": 0, "entries": 1, "nothing": None}
 
 
-def cases(dtype):
-    """By name: of each kind, with scales for rows, and with scales for groups and a bias."""
+def cases(op, dtype):
+    """By name."""
+    yield from grouped_cases(dtype) if op == "linear_grouped" else fp8_cases(dtype)
+
+
+def fp8_cases(dtype):
+    """Tokens that are quantised there, and those with scales of rows, of all, and of blocks."""
+    from twinfer.ops.cases.families import normal
+    from twinfer.ops.cases.quantized import _linear_case, _unquantised, quantized, rows
+
+    yield "tokens as they come", _unquantised(dtype, 7, True)
+    for per in ("row", "tensor"):
+        yield f"x per {per}", _linear_case("fp8", dtype, per == "row", per, n=32, k=192)
+    weight, of_blocks = quantized("fp8", normal(54, "float32", 32, 192), "block", 24)
+    for per in ("row", "block"):
+        x, x_scale = quantized("fp8", rows(53, "float32", 7, 192, scale=1.0), per, 24)
+        yield f"x per {per}, the weight per block", {
+            "x": x, "weight": weight, "x_scale": x_scale, "weight_scale": of_blocks,
+            "bias": normal(55, dtype, 32), "dtype": dtype,
+        }  # fmt: skip
+
+
+def grouped_cases(dtype):
+    """Of each kind, with scales for rows, and with scales for groups and a bias."""
     from twinfer.ops.cases.families import normal
     from twinfer.ops.cases.quantized import _grouped_case, rows
 
@@ -47,19 +69,19 @@ def whole_numbers(dtype):
     }
 
 
-def right(name, given, out):
+def right(op, name, given, out):
     """Whether a result is what it should be: within the bounds, or the very numbers."""
     import numpy as np
 
     from twinfer.ops.testing import Judge, oracle
 
     if name == EXACT:
-        (want,) = oracle("linear_grouped", given)
+        (want,) = oracle(op, given)
         return np.array_equal(want.astype(out.dtype), out)
-    return Judge("linear_grouped", given)([out]).passed
+    return Judge(op, given)([out]).passed
 
 
-def failures(shards, dealt, dtype):
+def failures(op, shards, dealt, dtype):
     """(how many cases there are, those whose results on a mesh the op's judge rejects)."""
     import jax
     import jax.numpy as jnp
@@ -72,28 +94,28 @@ def failures(shards, dealt, dtype):
     from twinfer.tpu.sharding import make_mesh
 
     load_all()
-    op = "linear_grouped"
     chosen = resolve("jax", {op: ("pallas_interpret",)})[op]
     ops = bind_on(Plan("jax", {op: chosen}), make_mesh(jax.devices(), shards))
-    every, wrong = dict(cases(dtype)), []
+    every, wrong = dict(cases(op, dtype)), []
     for name, given in every.items():
-        arrays = {n: jnp.asarray(x) for n, x in given.items() if n != "kind" and x is not None}
+        arrays = {n: jnp.asarray(x) for n, x in given.items() if hasattr(x, "shape")}
         stack = jnp.stack([jnp.zeros_like(arrays["weight"]), arrays["weight"]])
         weight = InStack(stack, jnp.int32(1), DEALT[dealt])
-        out = ops.linear_grouped(**given | arrays | {"weight": weight})
-        if not right(name, given, jax.device_get(out)):
+        out = getattr(ops, op)(**given | arrays | {"weight": weight})
+        if not right(op, name, given, jax.device_get(out)):
             wrong.append(name)
     return len(every), wrong
 
 
-def faults():
-    """By name, what replaces `narrow.multiply`, which every shard calls, and `lax.psum`."""
+def faults(op):
+    """By name: a module, and what replaces one of its functions, which each shard calls."""
     import jax
     import jax.numpy as jnp
 
+    from twinfer.tpu import binding
     from twinfer.tpu.kernels import narrow
 
-    multiply, psum = narrow.multiply, jax.lax.psum
+    multiply = narrow.multiply
     around = [(i, (i + 1) % 4) for i in range(4)]
 
     def of_neighbour(x, weight, layer, scale, *rest, **how):
@@ -103,35 +125,35 @@ def faults():
         y = multiply(x, *rest, **how)
         return y.astype(jnp.bfloat16).astype(y.dtype)
 
+    if op == "linear_fp8":
+        by_each = lambda xp, x, *_: (x, None)  # noqa: E731
+        return {"scales of parts of rows": (binding, "quantize_fp8_dynamic", by_each)}
     return {
-        "none": (multiply, psum),
-        "the scales of a neighbour": (of_neighbour, psum),
-        "no sum": (multiply, lambda y, _: y),
-        "parts rounded before they are added": (rounded, psum),
+        "the scales of a neighbour": (narrow, "multiply", of_neighbour),
+        "no sum": (jax.lax, "psum", lambda y, _: y),
+        "parts rounded before they are added": (narrow, "multiply", rounded),
     }
 
 
-def main(shards, planted):
-    import jax
-
-    from twinfer.tpu.kernels import narrow
-
-    found = {}
+def main(op, shards, planted):
+    found, given = {}, (op, int(shards))
     if planted:
-        for fault, replaced in faults().items():
-            narrow.multiply, jax.lax.psum = replaced
-            found[fault] = failures(int(shards), "entries", "bfloat16")
+        for fault, (module, name, replaced) in faults(op).items():
+            real = getattr(module, name)
+            setattr(module, name, replaced)
+            found[fault] = failures(*given, "entries", "bfloat16")
+            setattr(module, name, real)
     else:
         for dtype in ("float32", "bfloat16"):
             for dealt in DEALT:
-                found[f"{dealt}, {dtype}"] = failures(int(shards), dealt, dtype)
+                found[f"{dealt}, {dtype}"] = failures(*given, dealt, dtype)
     print(json.dumps(found))
 
 
-def results(shards, planted=""):
+def results(op, shards, planted=""):
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     done = subprocess.run(
-        [sys.executable, __file__, str(shards), planted],
+        [sys.executable, __file__, op, str(shards), planted],
         env=os.environ | flags, capture_output=True, text=True, timeout=500, cwd="/", check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -140,18 +162,19 @@ def results(shards, planted=""):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shards", [2, 4])
-def test_shards_give_the_product_together(shards):
+@pytest.mark.parametrize(("op", "count"), [("linear_grouped", 11), ("linear_fp8", 5)])
+def test_shards_give_the_product_together(op, count, shards):
     """Whichever dimension of the weight is dealt out."""
-    found = results(shards)
+    found = results(op, shards)
     assert len(found) == 6
-    assert {name: of for name, of in found.items() if of != [11, []]} == {}
+    assert {name: of for name, of in found.items() if of != [count, []]} == {}
 
 
 @pytest.mark.slow
-def test_shards_that_do_something_else_are_rejected():
-    found = results(4, "planted")
-    assert found.pop("none") == [11, []]
-    assert len(found) == 3
+@pytest.mark.parametrize(("op", "count"), [("linear_grouped", 3), ("linear_fp8", 1)])
+def test_shards_that_do_something_else_are_rejected(op, count):
+    found = results(op, 4, "planted")
+    assert len(found) == count
     assert {fault: of for fault, of in found.items() if not of[1]} == {}
 
 
