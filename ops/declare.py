@@ -54,7 +54,10 @@ def dtype_name(x: Any) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-DOT = "BF16_BF16_F32 for bfloat16, F32_F32_F32 for float32: never the framework's default"
+DOT = (
+    "BF16_BF16_F32 for bfloat16, F32_F32_F32 for float32 (on a TPU BF16_BF16_F32_X6, within the "
+    "same bound): never the framework's default"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,9 @@ class Implementation:
     what they hold. `stacked`: it takes weights as one of a stack (JAX's `InStack`), which others
     get taken out of it.
 
+    `part`, with the op's parameters, gives what a shard has of a product whose sums run over the
+    entries of all shards: in float32 and without a bias, as the sum of all is what is rounded.
+
     `preferred_on` names platforms (`cpu`, `cuda`, `tpu`) whose plans try it unless somebody says
     otherwise. `only_on` those where it runs at all (empty: on any). `required_on` those where it is
     an error if it refuses a program and nobody has chosen another. `dot` names the products of
@@ -62,6 +65,7 @@ class Implementation:
     dot: str = ""
     required_on: tuple[str, ...] = ()
     only_on: tuple[str, ...] = ()
+    part: Callable[..., Any] | None = None
 
     def obstacle(self, platform: str) -> str | None:
         """Why it cannot run here on a platform (empty: any), or None."""
@@ -87,9 +91,9 @@ def implement(
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         check_schema(op, function, f"implementation {provider!r} ({framework})")
-        predicate = properties.get("supports_args")
-        if predicate is not None:
-            check_schema(op, predicate, f"predicate of {provider!r} ({framework})")
+        for field, what in (("supports_args", "predicate"), ("part", "part")):
+            if properties.get(field) is not None:
+                check_schema(op, properties[field], f"{what} of {provider!r} ({framework})")
         known = IMPLEMENTATIONS.setdefault((op, framework), {})
         if provider in known:
             raise OpError(f"op {op!r} has two implementations {provider!r} for {framework}")

@@ -8,6 +8,7 @@ kernels, and ops whose columns are dealt out by `sharding.place`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,9 +19,16 @@ from ..ops import OpError, Plan
 from ..ops.bindings.jax import bind, named_jit, taking
 from ..ops.declare import REGISTRY, Op
 from ..ops.dimensions import Axes
+from ..ops.namespaces import namespace
 from ..ops.namespaces.jax_ import InStack
 from ..ops.plan import COMPOSITION, NATIVE
+from ..ops.reference.quantization import quantize_fp8_dynamic
 from .sharding import REPLICATED
+
+PROJECTIONS = ("linear_grouped", "linear_fp8")
+"""Ops whose kernels run shard by shard as their weight is dealt out, which it says itself: by rows
+it gives columns of the result, by the entries of its rows parts of a sum.
+"""
 
 
 def bind_on(plan: Plan, mesh: Mesh) -> Any:
@@ -34,6 +42,9 @@ def bind_on(plan: Plan, mesh: Mesh) -> Any:
 
     def wrap(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
         kernel = plan[op.name].provider not in (NATIVE, COMPOSITION)
+        if kernel and op.name in PROJECTIONS:
+            chosen = plan[op.name].implementation
+            return _projection(op, chosen.function, chosen.part, mesh)
         if op.shards or kernel:
             return _sharded(op, getattr(local, op.name), mesh)
         # XLA partitions it; a composition calls the ops of this namespace, each of them as it
@@ -57,7 +68,8 @@ def check_partition(plan: Plan) -> None:
     for name, choice in plan.choices.items():
         if choice.provider in (NATIVE, COMPOSITION) or name in inside:
             continue
-        if not _says_its_shards(REGISTRY[name]):
+        gives_parts = name in PROJECTIONS and choice.implementation.part is not None
+        if not (gives_parts or _says_its_shards(REGISTRY[name])):
             raise OpError(
                 f"op {name!r}: {choice.provider!r} does not run on several shards; disable it "
                 f"(-{name})"
@@ -69,9 +81,9 @@ def _says_its_shards(op: Op) -> bool:
 
 
 def _spec_of(op: Op, axes: Axes, x: Any) -> Any:
-    """How an argument lies: of a stack all do as one."""
+    """How an argument lies."""
     spec = _spec(op, axes, x.ndim)
-    return InStack(P(None, *spec), REPLICATED) if isinstance(x, InStack) else spec
+    return _spec_in_stack(x, spec) if isinstance(x, InStack) else spec
 
 
 def _is_sum(op: Op, axes: Axes) -> bool:
@@ -99,6 +111,60 @@ def _spec(op: Op, axes: Axes, rank: int) -> P:
         for dimension in axes.dimensions
     ]
     return P(*[None] * (rank - len(dealt)), *dealt) if any(dealt) else REPLICATED
+
+
+def _projection(op: Op, whole: Any, part: Any, mesh: Mesh) -> Callable[..., Any]:
+    """A product with a narrow weight, an `InStack`, by an implementation and its `part`. Parts of
+    sums are added in float32, then comes the bias, and the result is rounded once: as where XLA
+    partitions a product.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = op.signature.bind(*args, **kwargs).arguments
+        if not isinstance(given["weight"], InStack):
+            raise OpError(
+                f"op {op.name!r}: a weight that is no part of a stack does not say which of its "
+                "dimensions shards deal out"
+            )
+        dealt, of_sum = given["weight"].dealt, given["weight"].dealt == 1
+        if of_sum and given.get("x_scale", given) is None:
+            # A row has one scale, also where its entries are dealt out.
+            x, scale = quantize_fp8_dynamic(namespace("jax"), given["x"], "row", 0)
+            given |= {"x": x, "x_scale": scale}
+        fixed = {name: given[name] for name in op.static_parameters}
+        arrays = {n: x for n, x in given.items() if n not in fixed and x is not None}
+        dtype = given.get("dtype", given["x"].dtype)
+
+        def shard(*values: Any) -> Any:
+            own = dict.fromkeys(given) | fixed | dict(zip(arrays, values, strict=True))
+            if not of_sum:
+                return whole(**own)
+            bias = own.pop("bias")
+            y = jax.lax.psum(part(**own, bias=None), "tp")
+            return (y if bias is None else y + bias.astype(y.dtype)[None, :]).astype(dtype)
+
+        inputs = tuple(_side(name, x, dealt) for name, x in arrays.items())
+        out = P(None, "tp") if dealt == 0 else REPLICATED
+        run = jax.shard_map(shard, mesh=mesh, in_specs=inputs, out_specs=out, check_vma=False)
+        return run(*arrays.values())
+
+    return named_jit(op, call)
+
+
+def _side(name: str, x: Any, dealt: int | None) -> Any:
+    """How an argument of a product lies, of whose weight the dimension `dealt` is dealt out. Scales
+    may be one for all rows, or one for a whole row.
+    """
+    if name == "bias":
+        return P("tp") if dealt == 0 else REPLICATED
+    whole = dealt is None or x.shape[dealt] == 1 or (dealt == 0 and name in ("x", "x_scale"))
+    spec = REPLICATED if whole else P(*("tp" if axis == dealt else None for axis in range(2)))
+    return _spec_in_stack(x, spec) if isinstance(x, InStack) else spec
+
+
+def _spec_in_stack(x: InStack, spec: P) -> InStack:
+    """How one array of a stack lies: all do as it does."""
+    return replace(x, stack=P(None, *spec), index=REPLICATED)
 
 
 def _sharded(op: Op, function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:

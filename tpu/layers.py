@@ -44,12 +44,14 @@ class Repeats(NamedTuple):
     whole: Weights
     """[n, ...]: those of experts and of narrow weights, which kernels read in their stacks."""
 
-    def at(self, stacked: Weights, repeat: Any) -> Weights:
-        """The weights of one repeat, whose slice of `self.stacked` is given."""
+    def at(self, stacked: Weights, repeat: Any, dealt: Mapping[str, int | None]) -> Weights:
+        """The weights of one repeat, whose slice of `self.stacked` is given. `dealt` says which
+        dimension of a narrow weight shards deal out.
+        """
         return {
             **stacked,
             **{name: OneOf(matrices, repeat) for name, matrices in self.matrices.items()},
-            **{name: InStack(stack, repeat) for name, stack in self.whole.items()},
+            **{n: InStack(stack, repeat, dealt.get(n)) for n, stack in self.whole.items()},
         }
 
 
@@ -110,7 +112,8 @@ class ScannedPass:
     `weights["blocks"]` has, for each block in `stored` and each position of its period, weights
     stacked over the repeats. These blocks are run, or with `scan` loops over layers that are stored
     one by one. `layout` says where the layers keep what, on each of `shards` shards; `cache_dtype`
-    is that of the keys and values that the ops see. `streams`: keep what is between layers.
+    is that of the keys and values that the ops see. `dealt` is the dimension of each narrow weight
+    that shards deal out. `streams`: keep what is between layers.
     """
 
     def __init__(
@@ -126,6 +129,7 @@ class ScannedPass:
         layout: CacheLayout,
         shards: int,
         cache_dtype: Any,
+        dealt: Mapping[str, int | None],
         streams: bool = False,
     ) -> None:
         self._ops, self._model, self._kind = ops, model, descriptor.kind
@@ -134,11 +138,8 @@ class ScannedPass:
         self._weights, self._token_ids = weights, token_ids
         if tuple(stored) == self.blocks:
             found = [
-                tuple(
-                    Repeats(stacked, {}, {}) if blocks.repeats == 1 else repeats_in_stacks(stacked)
-                    for stacked in block
-                )
-                for blocks, block in zip(self.blocks, weights["blocks"], strict=True)
+                tuple(repeats_in_stacks(stacked) for stacked in block)
+                for block in weights["blocks"]
             ]
         else:
             layers = [layer for (layer,) in weights["blocks"]]
@@ -151,6 +152,7 @@ class ScannedPass:
         self._repeats = dict(zip(self.blocks, found, strict=True))
         self._batch = batch.within(descriptor.max_query_len)
         self._layout, self._shards, self._cache_dtype = layout, shards, cache_dtype
+        self._dealt = dealt
 
     def embed(self) -> Stream:
         """See `Execution`."""
@@ -183,7 +185,7 @@ class ScannedPass:
             for position, (spec, of_repeats, stacked) in enumerate(
                 zip(specs, repeats, slices, strict=True)
             ):
-                weights = of_repeats.at(stacked, number)
+                weights = of_repeats.at(stacked, number, self._dealt)
                 place = places[position].at(place_slices[position])
                 shape = self._layout.page_shape(block.first + position)
                 own = None if inputs is None else inputs[position]

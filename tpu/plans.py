@@ -33,21 +33,15 @@ from . import (
     kernels,  # noqa: F401 - registers the Pallas providers
 )
 
-WHOLE = ("linear_grouped",)
-"""Ops whose kernels are for one device: which dimension of their weight shards deal out depends on
-the projection. XLA partitions the native one.
-"""
-
 
 def chooser(config: ResolvedConfig) -> Callable[..., Plan]:
     """`resolve` as it chooses here: `calls=None` gives a plan over all ops."""
-    left_out = WHOLE if config.tensor_parallel_size > 1 else ()
     return partial(
         resolve,
         "jax",
         config.op_priority,
         platform=config.platform,
-        enable=(*config.enable_ops, *(f"-{op}" for op in left_out)),
+        enable=config.enable_ops,
         row_invariant=config.row_invariant,
     )
 

@@ -19,6 +19,7 @@ from ..shared.models import decoder
 from ..shared.models.blocks import Block
 from ..shared.models.caches import CacheLayout
 from ..shared.models.config import ModelConfig
+from ..shared.models.placement import place
 from ..shared.models.sampler import known_processors, sample
 from ..shared.step import PROCESSING, Sampler, StepShape, histories_shape, processor_layout
 from ..shared.step_difference import PICKED, diff_layout, sampler_size, span_layout
@@ -58,6 +59,15 @@ class Model:
     def blocks(self) -> tuple[Block, ...]:
         """The blocks of layers that weights are stacked for."""
         return blocks_of(decoder.model_of(self.config), self.scan and not self.apart)
+
+    @property
+    def dealt(self) -> dict[str, int | None]:
+        """The dimension of each narrow weight that shards deal out, None if each has all of it."""
+        return {
+            p.name: place(p, self.config, self.shards).axis
+            for p in decoder.parameters_of(self.config)
+            if p.piece_of is not None and p.piece_of.piece == "values"
+        }
 
 
 def loop_sampler(sampler: Sampler) -> Sampler:
@@ -148,6 +158,7 @@ def _hidden(
         model.layout,
         model.shards,
         model.cache_dtype,
+        model.dealt,
         model.demand.streams,
     )
     hidden, kv = decoder.forward(execution, kv)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ ALGORITHMS = {
     "bfloat16": jax.lax.DotAlgorithmPreset.BF16_BF16_F32,
     "float16": jax.lax.DotAlgorithmPreset.F16_F16_F32,
     "float32": jax.lax.DotAlgorithmPreset.F32_F32_F32,
+    "float32 on a TPU": jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
     "float64": jax.lax.DotAlgorithmPreset.F64_F64_F64,
 }
 
@@ -23,21 +24,25 @@ def with_float32_sums(product: Callable[..., jax.Array], x: jax.Array, w: jax.Ar
     """`product(x, w, precision=, preferred_element_type=)` by the algorithm that the contract
     names.
 
-    Only NVIDIA GPUs have products of float16 with float32 sums. Elsewhere both sides are widened,
-    which is exact: a product of two float16 numbers is a float32 number.
+    TPUs multiply bfloat16 alone: products of float32 are six of parts of theirs, which leaves out
+    less than the sums round. Only NVIDIA GPUs have products of float16 with float32 sums.
+    Elsewhere both sides are widened, which is exact: a product of two float16 numbers is a float32
+    number.
     """
-    if x.dtype != jnp.float16:
-        out = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-        return product(x, w, precision=ALGORITHMS[x.dtype.name], preferred_element_type=out)
 
-    def half(x: jax.Array, w: jax.Array) -> jax.Array:
-        return product(x, w, precision=ALGORITHMS["float16"], preferred_element_type=jnp.float32)
+    def by(algorithm: str, inputs: Any, sums: Any) -> Callable[..., jax.Array]:
+        def run(x: jax.Array, w: jax.Array) -> jax.Array:
+            x, w = x.astype(inputs), w.astype(inputs)
+            return product(x, w, precision=ALGORITHMS[algorithm], preferred_element_type=sums)
 
-    def wide(x: jax.Array, w: jax.Array) -> jax.Array:
-        x, w = x.astype(jnp.float32), w.astype(jnp.float32)
-        return product(x, w, precision=ALGORITHMS["float32"], preferred_element_type=jnp.float32)
+        return run
 
-    return jax.lax.platform_dependent(x, w, cuda=half, default=wide)
+    if x.dtype not in (jnp.float16, jnp.float32):
+        sums = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+        return by(x.dtype.name, x.dtype, sums)(x, w)
+    wide, six = (by(name, jnp.float32, jnp.float32) for name in ("float32", "float32 on a TPU"))
+    on_gpus = {"cuda": by("float16", jnp.float16, jnp.float32)} if x.dtype == jnp.float16 else {}
+    return jax.lax.platform_dependent(x, w, **on_gpus, tpu=six, default=wide)
 
 
 class OneOf(NamedTuple):
@@ -57,11 +62,13 @@ class InStack:
     """One array of a stack [n, ...] of them, known by its index on the device.
 
     A loop over layers that hands a slice of stacked weights to a kernel copies it first. A kernel
-    that is `stacked` reads it where it lies.
+    that is `stacked` reads it where it lies. `dealt`: the dimension of the one array that the
+    shards of a mesh deal out, None if each has all of it.
     """
 
     stack: jax.Array
     index: jax.Array
+    dealt: int | None = field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -80,7 +87,7 @@ class InStack:
 
     def reshape(self, *shape: int) -> InStack:
         """With all arrays reshaped."""
-        return InStack(self.stack.reshape(self.stack.shape[0], *shape), self.index)
+        return replace(self, stack=self.stack.reshape(self.stack.shape[0], *shape))
 
     def taken(self) -> jax.Array:
         """The array itself."""

@@ -187,7 +187,8 @@ def check_pieces(table: ParameterTable, model: ModelConfig, shards: int) -> None
         # What is behind the last whole group is no entry of the model, if groups are whole.
         entries = own.source[:, None] * size + np.arange(size)
         spread = np.where(own.source[:, None] < 0, -1, entries).reshape(-1)
-        if not np.array_equal(spread, wide.source):
+        in_turn = len(wide.source) // shards % size == 0
+        if not (in_turn and np.array_equal(spread, wide.source)):
             raise ConfigError(
                 f"tensor_parallel_size: got {shards}, which splits groups of {size} entries that "
                 f"share a {of.piece} in {of.wide.name}; allowed are sizes that leave them whole"

@@ -39,7 +39,7 @@ for shards in sizes:
         model=folder, backend="jax", device="cpu", dtype="float32", load_format=load_format, max_model_len=64,
         max_num_seqs=8, max_num_batched_tokens=32, page_size=8, num_pages=30, tensor_parallel_size=shards,
         decode_sizes=(8,), mixed_sizes=(16, 32), decode_steps=int(sys.argv[4]),
-        quantization=sys.argv[5] or None,
+        quantization=sys.argv[5] or None, op_priority=json.loads(sys.argv[6]),
     )
     engine = Engine(config, model, folder)
     made = [engine.add(str(i), p, kinds[i % len(kinds)]) for i, p in enumerate(prompts)]
@@ -58,18 +58,22 @@ for shards in sizes:
         "shards": shards, "steps": engine._step_id, "outputs": [r.output for r in made],
         "compilations": engine.worker.compilations_after_ready(),
         "kv": [list(s.data.shape) for s in engine.worker._kv.addressable_shards],
+        "products": sorted({
+            plan[op].provider for plan in engine.worker.plans().by_kind.values()
+            for op in ("linear_grouped", "linear_fp8") if op in plan
+        }),
         "weights": sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(engine.worker._weights)),
     }), flush=True)
     engine.close()
 """
 
 
-def run(folder, sizes, load_format="auto", decode_steps=1, quantization=""):
+def run(folder, sizes, load_format="auto", decode_steps=1, quantization="", priority=None):
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     done = subprocess.run(
         [
             *(sys.executable, "-c", SCRIPT, folder, load_format, json.dumps(sizes)),
-            *(str(decode_steps), quantization),
+            *(str(decode_steps), quantization, json.dumps(priority or {})),
         ],
         env=environment, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
@@ -184,6 +188,26 @@ def test_narrow_weights_on_shards(checkpoints, scheme):
     one, two, four = run(folder, [1, 2, 4], quantization=scheme)
     assert one["outputs"] == two["outputs"] == four["outputs"]
     assert one["compilations"] == two["compilations"] == four["compilations"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "quantization"),
+    [("packed-zeros", ""), ("wide", "int8_weights"), ("wide", "fp8"), ("deepseek", "")],
+)
+def test_the_kernel_of_narrow_weights_on_shards(checkpoints, tmp_path, scheme, quantization):
+    """Interpreted: each shard multiplies its rows, or its entries of all rows."""
+    if scheme == "wide":
+        folder, _ = checkpoints("llama-biases-head96")
+    else:
+        make(folder := str(tmp_path / scheme), scheme)
+    (natively,) = run(folder, [1], quantization=quantization)
+    kernel = {op: ["pallas_interpret"] for op in ("linear_grouped", "linear_fp8")}
+    runs = run(folder, [1, 2, 4], quantization=quantization, priority=kernel)
+    assert natively["products"] == ["native"]
+    assert [r["products"] for r in runs] == [["pallas_interpret"]] * 3
+    assert [r["outputs"] for r in runs] == [natively["outputs"]] * 3
+    assert all(r["compilations"] == 0 for r in runs)
 
 
 @pytest.mark.slow

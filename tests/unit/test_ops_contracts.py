@@ -18,6 +18,7 @@ from twinfer.ops.implement import IMPLEMENTATIONS
 from twinfer.ops.namespaces import namespace
 from twinfer.ops.reference import narrow
 from twinfer.ops.testing import (
+    DTYPES,
     TESTING,
     Bound,
     Case,
@@ -60,6 +61,7 @@ SOME = {
     ("write_kv", "jax", "native"): 3,
     ("penalised_sample", "jax", "composition"): 3,
     ("linear_grouped", "jax", "pallas_interpret"): 3,
+    ("linear_fp8", "jax", "pallas_interpret"): 3,
     ("write_kv", "jax", "pallas_interpret"): 3,
 }
 """XLA compiles each case for a second: every n-th has its turn here, all in the slow test."""
@@ -471,6 +473,35 @@ def test_a_product_in_the_plainest_order_keeps_the_bound(case):
         total += a["bias"]
     verdict = Judge("linear_grouped", a)([total])
     assert verdict.passed, verdict
+
+
+def in_parts(x, parts):
+    """x as a sum of so many numbers of bfloat16, each in float32."""
+    found = []
+    for _ in range(parts):
+        found.append(x.astype(DTYPES["bfloat16"]).astype(np.float32))
+        x = x - found[-1]
+    return found
+
+
+@pytest.mark.parametrize("op", ["linear", "logits"])
+def test_a_product_of_parts_in_bfloat16_keeps_the_bound(op):
+    """What a TPU does with float32 (`jax_.ALGORITHMS`): six products of three parts. Three products
+    of two parts do not keep it.
+    """
+
+    def judged_products(case, parts):
+        a = case.arguments
+        x, w = (in_parts(a[name], parts) for name in ("x", "weight"))
+        pairs = [(i, j) for i in range(parts) for j in range(parts) if i + j < parts]
+        total = sum(x[i] @ w[j].T for i, j in sorted(pairs, key=sum, reverse=True))
+        bias = a.get("bias")
+        return Judge(op, a)([total if bias is None else total + bias])
+
+    cases = list(ci_cases(TESTING[op], "float32"))
+    six = {case.name: judged_products(case, 3) for case in cases}
+    assert {name: str(verdict) for name, verdict in six.items() if not verdict.passed} == {}
+    assert not all(judged_products(case, 2).passed for case in cases)
 
 
 def test_blind_cases_are_found():

@@ -20,6 +20,7 @@ from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError
 from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.shapes import SHAPES
+from twinfer.shared.quantized import with_quantization
 from twinfer.tpu import plans
 from twinfer.tpu.kernels import attention, cache, target, write
 
@@ -194,9 +195,10 @@ def test_how_slots_are_held(kv_heads, hdim, dtype, form):
     )
 
 
-def plans_on(platform, kind, **options):
-    """The plans of the 8B shape on 4 devices of a kind that is only named."""
-    model = parse_config(SHAPES["llama3-8b"])
+def plans_on(platform, kind, shape=SHAPES["llama3-8b"], **options):
+    """The plans of a shape on 4 devices of a kind that is only named."""
+    model = parse_config(shape)
+    model, _ = with_quantization(model, options.get("quantization"))
     sizes = {
         "max_num_seqs": 256,
         "max_model_len": 8192,
@@ -243,6 +245,26 @@ def test_a_config_that_the_kernels_refuse_is_an_error_with_the_arithmetic():
         "tpu", "TPU v6 lite", page_size=8, enable_ops=("-paged_attention", "-write_kv")
     )
     assert chosen["decode"]["paged_attention"].provider == "native"
+
+
+def test_narrow_weights_have_kernels_on_several_devices_if_their_parts_are_whole():
+    """What is asked for is what one shard has: an MLP of 14 592 can be read whole, not its
+    fourth.
+    """
+    for scheme in ("int4", "int4_g32", "int8_weights"):
+        chosen = plans_on("tpu", "TPU v6 lite", quantization=scheme)
+        assert chosen["decode"]["linear_grouped"].provider == "pallas", scheme
+    wide = SHAPES["llama3-8b"] | {"intermediate_size": 14592}
+    how = {"shape": wide, "quantization": "int4_g32"}
+    one = plans_on("tpu", "TPU v6 lite", tensor_parallel_size=1, **how)["decode"]["linear_grouped"]
+    assert (one.provider, one.passed_over) == ("pallas", ())
+    four = plans_on("tpu", "TPU v6 lite", **how)["decode"]["linear_grouped"]
+    assert four.provider == "native"
+    ((provider, why),) = four.passed_over
+    assert provider == "pallas"
+    assert "rows of 1824 stored numbers in 114 groups" in why
+    with pytest.raises(ConfigError, match="got 4, which splits groups of 128 entries"):
+        plans_on("tpu", "TPU v6 lite", shape=wide, quantization="int4")
 
 
 def test_a_chip_that_is_not_known_has_no_kernels():

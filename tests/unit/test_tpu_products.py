@@ -18,7 +18,7 @@ from twinfer.tpu.kernels import grouped, narrow
 from twinfer.tpu.kernels.tiles import columns_at_once
 
 load_all()
-OPS = ("grouped_matmul", "linear_grouped")
+OPS = ("grouped_matmul", "linear_grouped", "linear_fp8")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -73,6 +73,8 @@ SHAPES = {
     "fp4 in groups of 32": Narrow(8, 4096, 4096, "fp4", 32),
     "fp4 in groups of 16": Narrow(64, 4096, 4096, "fp4", 16),
     "int8, float32": Narrow(16, 1024, 1024, "int8", 0, False, "float32"),
+    "8b fp8, tokens quantised": Narrow(64, 28672, 4096, "fp8 by fp8"),
+    "fp8 in blocks, tokens too": Narrow(512, 4096, 14336, "fp8 by fp8", 128),
 }
 SAMPLED = (
     "qwen3-30b gate and up, 64 requests",
@@ -84,7 +86,13 @@ REJECTED = {
     "whole experts at once": ("memory", Mixture(64, 8, 16384, 8192), 16384),
     "columns that are no registers": ("divisible", Mixture(64, 8, 512, 512), 72),
 }
-STORED = {"int8": "int8", "fp8": "float8_e4m3fn", "int4": "uint8", "fp4": "uint8"}
+STORED = {
+    "fp8 by fp8": "float8_e4m3fn",
+    "int8": "int8",
+    "fp8": "float8_e4m3fn",
+    "int4": "uint8",
+    "fp4": "uint8",
+}
 
 
 def programs(shape, array):
@@ -93,7 +101,9 @@ def programs(shape, array):
     import jax.numpy as jnp
     from jax.experimental.layout import Format, Layout
 
+    from twinfer.ops.namespaces import namespace
     from twinfer.ops.namespaces.jax_ import InStack
+    from twinfer.ops.reference.quantization import quantize_fp8_dynamic
     from twinfer.tpu.kernels import grouped, narrow
 
     def layers(x, stacks):
@@ -101,6 +111,13 @@ def programs(shape, array):
             of_layer = [None if s is None else InStack(s, index) for s in stacks]
             if isinstance(shape, Mixture):
                 y = grouped._run(x, of_layer[0], of_layer[1].taken(), False)
+            elif shape.kind == "fp8 by fp8":
+                weight, scale, _ = of_layer
+                per = ("block", shape.group) if shape.group else ("row", 0)
+                tokens = quantize_fp8_dynamic(namespace("jax"), x, *per)
+                y = narrow.linear_fp8(
+                    tokens[0], weight, tokens[1], scale.taken(), None, shape.dtype
+                )
             else:
                 y = narrow._run(x, *of_layer, None, shape.kind, False)
             return x + jnp.sum(y, axis=1, keepdims=True).astype(x.dtype), None
@@ -123,7 +140,11 @@ def programs(shape, array):
     scale = array("float32", 2, shape.n, groups)
     zero = array("uint8", 2, shape.n, groups) if shape.zeros else None
     one = [jax.ShapeDtypeStruct(s.shape[1:], s.dtype) for s in (weight, scale)]
-    taken = narrow.compiles(x, *one, None, None, shape.kind)
+    if shape.kind == "fp8 by fp8":
+        per = jax.ShapeDtypeStruct((shape.tokens, groups), "float32")
+        taken = narrow.fp8_compiles(x, one[0], per, one[1], None, shape.dtype)
+    else:
+        taken = narrow.compiles(x, *one, None, None, shape.kind)
     return layers, (x, [weight, scale, zero]), weight, taken
 
 

@@ -1,5 +1,5 @@
-"""The op `linear_grouped` by a Pallas kernel: `pallas` on a TPU, `pallas_interpret` the same source
-interpreted.
+"""The ops `linear_grouped` and `linear_fp8` by a Pallas kernel: `pallas` on a TPU,
+`pallas_interpret` the same source interpreted.
 
 Weights stay in 8 or 4 bits until they are in vector memory. There a span of a row's entries becomes
 numbers of the dtype of x, exactly, and is multiplied; scales come behind the sum of their group. A
@@ -8,6 +8,9 @@ group, with zeros where the other groups are.
 
 Of two entries in a byte, the first are multiplied with every other column of x, the second with
 the rest: so that no byte is taken apart along lanes.
+
+Entries of e4m3 are numbers of bfloat16, tokens in fp8 too: XLA, which knows no such product on a
+TPU, takes minutes to compile what widens a weight, and has no products for scales of blocks.
 """
 
 from __future__ import annotations
@@ -25,8 +28,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ...ops.declare import Array
 from ...ops.implement import Refusal, implement
+from ...ops.namespaces import namespace
 from ...ops.namespaces.jax_ import in_stack, taken
 from ...ops.reference.narrow import INT4_ZERO, PACKED
+from ...ops.reference.quantization import quantize_fp8_dynamic
 from .cache import LANES
 from .softmax import dot
 from .target import answer, on_tpu, refused_memory, target_kind
@@ -82,9 +87,12 @@ def _largest(size: int, unit: int, most: int) -> int:
 def multiply(
     x: jax.Array, weight: jax.Array, layer: jax.Array | int, scale: jax.Array,
     zero: jax.Array | None, bias: jax.Array | None, kind: str, *, vmem: int | None, interpret: Any,
-    rows: int = ROWS, columns: int = COLUMNS,
+    rows: int = ROWS, columns: int = COLUMNS, dtype: Any = None, x_scale: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
-    """The op, with weight[layer] of a stack [layer n lanes]; blocks of `rows` by `columns`."""
+    """The op, with weight[layer] of a stack [layer n lanes]; blocks of `rows` by `columns`. The
+    result is of `dtype`, or that of x. `x_scale` [tok 1], or [tok t] as there are groups, are
+    factors of rows of x.
+    """
     (tokens, k), (n, lanes) = x.shape, weight.shape[1:]
     cut = cut_of(lanes, scale.shape[1])
     tile = 32 // x.dtype.itemsize
@@ -96,10 +104,11 @@ def multiply(
         "scale": _by_step(scale, cut),
         "zero": None if zero is None else _by_step(zero, cut),
         "bias": None if bias is None else bias[None, :],
+        "x_scale": None if x_scale is None else jnp.pad(x_scale, ((0, -tokens % rows), (0, 0))),
     }
     beside = {name: values for name, values in beside.items() if values is not None}
     grid = -(-n // columns), padded.shape[0] // rows, lanes // cut.step
-    specs = _specs(cut, k // lanes, rows, columns)
+    specs = _specs(cut, k // lanes, rows, columns, 1 if x_scale is None else x_scale.shape[1])
     out = pl.pallas_call(
         partial(_kernel, kind=kind, cut=cut, names=tuple(beside)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -109,7 +118,7 @@ def multiply(
             out_specs=pl.BlockSpec((rows, columns), lambda j, i, s, *_: (i, j)),
             scratch_shapes=[pltpu.VMEM((rows, columns), jnp.float32)],
         ),
-        out_shape=jax.ShapeDtypeStruct((padded.shape[0], n), x.dtype),
+        out_shape=jax.ShapeDtypeStruct((padded.shape[0], n), dtype or x.dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=vmem
         ),
@@ -119,7 +128,7 @@ def multiply(
             transcendentals=0,
         ),
         interpret=interpret,
-        name="linear_grouped",
+        name="linear_grouped" if x_scale is None else "linear_fp8",
     )(jnp.asarray(layer, jnp.int32).reshape(1), by_half, weight, *beside.values())
     return out[:tokens]
 
@@ -129,7 +138,9 @@ def _by_step(values: jax.Array, cut: Cut) -> jax.Array:
     return values.astype(jnp.float32).T.reshape(-1, cut.groups_of_step, values.shape[0])
 
 
-def _specs(cut: Cut, halves: int, rows: int, columns: int) -> dict[str, pl.BlockSpec]:
+def _specs(
+    cut: Cut, halves: int, rows: int, columns: int, x_scales: int
+) -> dict[str, pl.BlockSpec]:
     """Which block of each input a step of the grid (columns, rows, step) sees."""
     together = max(cut.step, cut.group)
     of_groups = pl.BlockSpec(
@@ -141,6 +152,7 @@ def _specs(cut: Cut, halves: int, rows: int, columns: int) -> dict[str, pl.Block
         "scale": of_groups,
         "zero": of_groups,
         "bias": pl.BlockSpec((1, columns), lambda j, i, s, *_: (0, j)),
+        "x_scale": pl.BlockSpec((rows, x_scales), lambda j, i, s, *_: (i, 0)),
     }
 
 
@@ -149,8 +161,9 @@ def _kernel(
 ) -> None:
     beside = dict(zip(names, rest, strict=False))
     out, acc = rest[len(names) :]
-    scale, zero = beside["scale"], beside.get("zero")
+    scale, zero, x_scale = beside["scale"], beside.get("zero"), beside.get("x_scale")
     step = pl.program_id(2)
+    by_group = x_scale if x_scale is not None and x_scale.shape[1] > 1 else None
 
     @pl.when(step == 0)
     def _() -> None:
@@ -166,6 +179,8 @@ def _kernel(
             part = found[of_group]
             if zero is not None:
                 part = part - total[of_group] * (zero[own, :] - INT4_ZERO)
+            if by_group is not None:
+                part = part * _column(by_group[...], step * cut.step // cut.group + first + n)
             acc[...] += part * scale[own, :]
 
     lax.fori_loop(0, cut.step // cut.span, span, None)
@@ -173,9 +188,17 @@ def _kernel(
     @pl.when(step == pl.num_programs(2) - 1)
     def _() -> None:
         y = acc[...]
+        if x_scale is not None and by_group is None:
+            y = y * x_scale[...]
         if "bias" in beside:
             y = y + beside["bias"][...].astype(jnp.float32)
         out[...] = y.astype(out.dtype)
+
+
+def _column(values: jax.Array, index: Any) -> jax.Array:
+    """values[:, index] as [row 1]: lanes are not addressed by numbers that the chip computes."""
+    lane = lax.broadcasted_iota(jnp.int32, values.shape, 1)
+    return jnp.sum(jnp.where(lane == index, values, 0.0), axis=1, keepdims=True)
 
 
 def _of_span(
@@ -224,19 +247,23 @@ def _e2m1(nibble: jax.Array) -> jax.Array:
     return jnp.where(nibble > 7, -twice, twice).astype(jnp.float32) * 0.5
 
 
-def vmem_need(x: Any, weight: Any, scale: Any) -> dict[str, int]:
+def vmem_need(
+    x: Any, weight: Any, groups: int, bytes_each: int, x_scales: int = 0
+) -> dict[str, int]:
     """Bytes of vector memory: what comes and goes twice, as the next block is under way. A weight
-    has scales and zeros beside it.
+    has scales and zeros beside it; `bytes_each`: of an entry of x as it is multiplied.
     """
     (tokens, k), (n, lanes) = x.shape, weight.shape
-    cut, bytes_each = cut_of(lanes, scale.shape[1]), jnp.dtype(x.dtype).itemsize
+    cut = cut_of(lanes, groups)
     rows, columns = min(ROWS, tokens + 32), lanes_of(min(COLUMNS, n))
     return {
         "two blocks of a weight": 2 * columns * (lanes_of(cut.step) + 2 * 4 * cut.groups_of_step),
         "rows": (2 * lanes_of(cut.step) + cut.groups_of_span * cut.span) * rows * bytes_each
         * (k // lanes),
-        "results and sums": rows * columns * (2 * bytes_each + 4 * (1 + cut.groups_of_span)),
+        # Results may be parts of sums, in float32.
+        "results and sums": rows * columns * 4 * (2 + 1 + cut.groups_of_span),
         "a span as numbers": columns * lanes_of(cut.span) * (4 * (k // lanes) + 4 + bytes_each),
+        "scales of rows": 2 * 4 * rows * lanes_of(x_scales),
     }  # fmt: skip
 
 
@@ -253,30 +280,55 @@ def compiles(
     x: Array, weight: Array, scale: Array, zero: Array | None, bias: Array | None, kind: str
 ) -> bool | Refusal:
     """What the kernel takes on a TPU."""
-    lanes, groups = weight.shape[1], scale.shape[1]
-    cut = cut_of(lanes, groups)
-    if cut.span % LANES:
-        return Refusal(
-            f"rows of {lanes} stored numbers in {groups} groups: parts of {LANES} lanes must be "
-            "whole groups, or groups whole parts"
-        )
-    need = refused_memory(target_kind(), vmem_need(x, weight, scale))
-    return answer(need, takes(x, weight, scale, zero, bias, kind))
+    groups, bytes_each = scale.shape[1], jnp.dtype(x.dtype).itemsize
+    return answer(
+        _broken(weight, groups),
+        refused_memory(target_kind(), vmem_need(x, weight, groups, bytes_each)),
+        takes(x, weight, scale, zero, bias, kind),
+    )
+
+
+def _broken(weight: Any, groups: int) -> Refusal | None:
+    """Why groups of a weight's rows do not lie in registers."""
+    lanes = weight.shape[1]
+    if cut_of(lanes, groups).span % LANES == 0:
+        return None
+    return Refusal(
+        f"rows of {lanes} stored numbers in {groups} groups: parts of {LANES} lanes must be "
+        "whole groups, or groups whole parts"
+    )
 
 
 def _run(
-    x: jax.Array, weight: Any, scale: Any, zero: Any, bias: Any, kind: str, interpret: Any
-) -> jax.Array:
+    x: jax.Array, weight: Any, scale: Any, zero: Any, bias: Any, kind: str, interpret: Any,
+    dtype: Any = None,
+) -> jax.Array:  # fmt: skip
     stack, layer = in_stack(weight)
-    need = None if interpret else sum(vmem_need(x, weight, scale).values()) + SPARE
+    bytes_each = jnp.dtype(x.dtype).itemsize
+    need = vmem_need(x, weight, scale.shape[1], bytes_each)
+    vmem = None if interpret else sum(need.values()) + SPARE
     # Scales are turned first, which for a whole stack would be done again in every layer.
     small = taken(scale), taken(zero), taken(bias)
-    return multiply(x, stack, layer, *small, kind, vmem=need, interpret=interpret)
+    return multiply(x, stack, layer, *small, kind, vmem=vmem, interpret=interpret, dtype=dtype)
+
+
+def part(
+    x: Array, weight: Array, scale: Array, zero: Array | None, bias: Array | None, kind: str
+) -> Array:
+    """What a shard has of the op's product."""
+    return _run(x, weight, scale, zero, None, kind, False, jnp.float32)
+
+
+def interpreted_part(
+    x: Array, weight: Array, scale: Array, zero: Array | None, bias: Array | None, kind: str
+) -> Array:
+    """What a shard has of the op's product."""
+    return _run(x, weight, scale, zero, None, kind, True, jnp.float32)
 
 
 @implement(
     "linear_grouped", provider="pallas", framework="jax", supported=on_tpu, supports_args=compiles,
-    preferred_on=("tpu",), stacked=True,
+    preferred_on=("tpu",), stacked=True, part=part,
 )  # fmt: skip
 def linear_grouped(
     x: Array, weight: Array, scale: Array, zero: Array | None, bias: Array | None, kind: str
@@ -287,10 +339,122 @@ def linear_grouped(
 
 @implement(
     "linear_grouped", provider="pallas_interpret", framework="jax", supports_args=takes,
-    stacked=True,
+    stacked=True, part=interpreted_part,
 )  # fmt: skip
 def interpreted_linear(
     x: Array, weight: Array, scale: Array, zero: Array | None, bias: Array | None, kind: str
 ) -> Array:
     """See the op."""
     return _run(x, weight, scale, zero, bias, kind, True)
+
+
+# --- tokens in fp8
+# --------------------------------------------------------------------------------------------------
+
+
+def fp8_takes(
+    x: Array,
+    weight: Array,
+    x_scale: Array | None,
+    weight_scale: Array,
+    bias: Array | None,
+    dtype: str,
+) -> bool | Refusal:
+    """What the kernel takes of `linear_fp8` where it is interpreted."""
+    if dtype not in ("float32", "bfloat16"):
+        return Refusal(f"results are {dtype}: float32 or bfloat16 are given")
+    blocks = {weight_scale.shape[1], 1 if x_scale is None else x_scale.shape[1]} - {1}
+    if len(blocks) > 1:
+        return Refusal(f"blocks of x and of the weight: {blocks} in a row, equal numbers are taken")
+    return True
+
+
+def fp8_compiles(
+    x: Array,
+    weight: Array,
+    x_scale: Array | None,
+    weight_scale: Array,
+    bias: Array | None,
+    dtype: str,
+) -> bool | Refusal:
+    """What the kernel takes of `linear_fp8` on a TPU."""
+    x_scales = 1 if x_scale is None else x_scale.shape[1]
+    groups = max(weight_scale.shape[1], x_scales)
+    return answer(
+        _broken(weight, groups),
+        refused_memory(target_kind(), vmem_need(x, weight, groups, 2, x_scales)),
+        fp8_takes(x, weight, x_scale, weight_scale, bias, dtype),
+    )
+
+
+def _run_fp8(
+    x: jax.Array, weight: Any, x_scale: Any, weight_scale: Any, bias: Any, dtype: str,
+    interpret: Any,
+) -> jax.Array:  # fmt: skip
+    if x_scale is None:
+        x, x_scale = quantize_fp8_dynamic(namespace("jax"), x, "row", 0)
+    (stack, layer), (n, _) = in_stack(weight), weight.shape
+    groups = max(weight_scale.shape[1], x_scale.shape[1])
+    need = vmem_need(x, weight, groups, 2, x_scale.shape[1])
+    return multiply(
+        x.astype(jnp.bfloat16), stack, layer, jnp.broadcast_to(taken(weight_scale), (n, groups)),
+        None, taken(bias), "fp8", vmem=None if interpret else sum(need.values()) + SPARE,
+        interpret=interpret, dtype=jnp.dtype(dtype),
+        x_scale=jnp.broadcast_to(x_scale, (x.shape[0], x_scale.shape[1])),
+    )  # fmt: skip
+
+
+def fp8_part(
+    x: Array,
+    weight: Array,
+    x_scale: Array | None,
+    weight_scale: Array,
+    bias: Array | None,
+    dtype: str,
+) -> Array:
+    """What a shard has of a product of `linear_fp8`."""
+    return _run_fp8(x, weight, x_scale, weight_scale, None, "float32", False)
+
+
+def interpreted_fp8_part(
+    x: Array,
+    weight: Array,
+    x_scale: Array | None,
+    weight_scale: Array,
+    bias: Array | None,
+    dtype: str,
+) -> Array:
+    """What a shard has of a product of `linear_fp8`."""
+    return _run_fp8(x, weight, x_scale, weight_scale, None, "float32", True)
+
+
+@implement(
+    "linear_fp8", provider="pallas", framework="jax", supported=on_tpu, supports_args=fp8_compiles,
+    preferred_on=("tpu",), stacked=True, part=fp8_part,
+)  # fmt: skip
+def linear_fp8(
+    x: Array,
+    weight: Array,
+    x_scale: Array | None,
+    weight_scale: Array,
+    bias: Array | None,
+    dtype: str,
+) -> Array:
+    """See the op."""
+    return _run_fp8(x, weight, x_scale, weight_scale, bias, dtype, False)
+
+
+@implement(
+    "linear_fp8", provider="pallas_interpret", framework="jax", supports_args=fp8_takes,
+    stacked=True, part=interpreted_fp8_part,
+)  # fmt: skip
+def interpreted_linear_fp8(
+    x: Array,
+    weight: Array,
+    x_scale: Array | None,
+    weight_scale: Array,
+    bias: Array | None,
+    dtype: str,
+) -> Array:
+    """See the op."""
+    return _run_fp8(x, weight, x_scale, weight_scale, bias, dtype, True)
