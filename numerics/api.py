@@ -11,7 +11,7 @@ import numpy as np
 from .bundles import bundle
 from .bundles.bundle import Bundle
 from .errors import InfrastructureError
-from .faults.planting import plant_by_side
+from .faults.catalogue import plant_by_side
 from .judging.diff import Diff
 from .judging.gates import MODES, Mode
 from .questions.model import compare_model

@@ -109,14 +109,6 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
     _target_flag(invariants, "--on", "jax:cpu")
     _mode_flag(invariants)
     _names_flag(invariants, "--relation", "these relations only (default: those that apply)")
-    invariants.add_argument(
-        "--break",
-        dest="breaks",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="break this relation on purpose",
-    )
     _fault_flag(invariants)
     _output_flags(invariants)
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from ...bucketing import Table
-from ...shared.config import DeviceInfo, ResolvedConfig, resolve
+from ...shared.config import resolve
 from ...shared.errors import InternalError
 from ...shared.models.caches import layout_of, step_shape
-from ...shared.models.config import ModelConfig
 from ...shared.packer import pack
 from ...shared.page_groups import PageGroup, longest, pages_for
 from ...shared.progress import silent
@@ -28,14 +27,13 @@ from ...shared.scheduler import Scheduler
 from ...shared.scheduler_config import SchedulerConfig
 from ...shared.step import StepInput, batch_layout
 from ...shared.worker import Worker, backend_module, create_worker
+from ..faults.engine import EditedSteps
 from ..sides.fault import Fault, faulty_checkpoint, planted
 from ..sides.sampling import sampled_rows
 from ..sides.steps import by_group, real_tokens
 from ..sides.subject import Subject, Target
 
 Change = Callable[[StepInput], StepInput]
-Create = Callable[[ModelConfig, ResolvedConfig, DeviceInfo, str], Worker]
-"""What makes a worker: `create_worker`, or what the self-test has in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +84,7 @@ class Bench:
 
     def __init__(
         self, subject: Subject, target: Target, lengths: Sequence[int], fault: Fault | None = None,
-        create: Create = create_worker, **options: Any
+        **options: Any,
     ) -> None:  # fmt: skip
         """A cache that holds requests of up to `lengths` tokens at once, in the page groups of an
         engine; `options` are engine options. Raises ConfigError, ModelError, BackendUnavailable.
@@ -105,10 +103,13 @@ class Bench:
         self.pages = sum(self.pages_of(length) for length in lengths)
         with planted(target.backend, fault), faulty_checkpoint(subject, fault) as held:
             resolved = replace(self.config, load_format=held.load_format)
-            self.worker: Worker = create(subject.model, resolved, device, held.folder)
+            self.worker: Worker = create_worker(subject.model, resolved, device, held.folder)
             self.worker.load(silent)
             self.worker.allocate_kv(self.pages)
             self.worker.warm_up(self.table, silent)
+        if fault is not None and fault.edit is not None:
+            edited = EditedSteps(self.worker, self.layout.groups, fault.edit)
+            self.worker = cast(Worker, edited)  # it passes on what it does not define
 
     def close(self) -> None:
         self.worker.close()
@@ -282,10 +283,8 @@ def _as_difference(step: StepInput, scheduled: ScheduledStep) -> StepInput:
 # ------------------------------------------------------------------------------------------------
 
 
-def permuted_pages(
-    pages: int, groups: Sequence[PageGroup], seed: int, *, table: bool = True
-) -> Change:
-    """Put every page elsewhere: in the slots that are written and in the page `table` that is read.
+def permuted_pages(pages: int, groups: Sequence[PageGroup], seed: int) -> Change:
+    """Put every page elsewhere: in the slots that are written and in the page table that is read.
 
     For steps that have their page table.
     """
@@ -293,10 +292,8 @@ def permuted_pages(
 
     def change(step: StepInput) -> StepInput:
         batch, page_table = step.batch.copy(), step.field("page_table").copy()
-        if table:
-            count = int(step.field("counts")[1])
-            of_requests = by_group(page_table, groups)[:, :count]
-            of_requests[...] = places[of_requests]
+        of_requests = by_group(page_table, groups)[:, : int(step.field("counts")[1])]
+        of_requests[...] = places[of_requests]
         written = batch_layout(step.descriptor, step.shape).view(batch, "slots")
         for of_group, group in zip(by_group(written, groups), groups, strict=True):
             page, offset = np.divmod(of_group, group.page_size)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from twinfer.numerics.faults.catalogue import plant
 from twinfer.numerics.faults.making import changed
-from twinfer.numerics.faults.planting import plant
 from twinfer.numerics.judging.diff import Diff, layer_sigmas
 from twinfer.numerics.questions.model import Comparison, compare_model
 from twinfer.numerics.questions.selftest_model import open_model

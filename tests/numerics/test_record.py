@@ -115,7 +115,7 @@ def test_compare_takes_comparisons_only(tmp_path, capsys):
     "words",
     [
         ["ops", "--a", "jax:cpu", "--b", "torch:cpu", "--mode", "S,P", "--op", "rms_norm"],
-        ["invariants", "--model", "demo", "--on", "torch:cpu", "--break", "batch"],
+        ["invariants", "--model", "demo", "--on", "torch:cpu", "--plant", "slots-stale"],
         ["replay", "folder", "--on", "torch:cpu"],
         ["rollout", "--model", "demo", "--rollout-tokens", "9", "--text", "README.md"],
         ["logits", "--model", "demo", "--b", "http://host:1", "--server-logits", "float32"],
