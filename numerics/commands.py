@@ -353,5 +353,5 @@ def _finish(report: AnyReport, arguments: Arguments, render: Callable[[AnyReport
         print(render(report))
     _write(arguments.json, report.dumps)
     junit = getattr(arguments, "junit", None)  # what judges nothing has no such flag
-    _write(junit, lambda: suite_xml(report.cases(), report.missing))
+    _write(junit, lambda: suite_xml(report))
     return report.exit_code

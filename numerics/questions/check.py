@@ -65,7 +65,6 @@ class CheckReport(Report):
     sides: tuple[str, ...]
     parts: list[Part] = field(default_factory=list)
     causes: list[Cause] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
 
     @property
     def is_wrong(self) -> bool:

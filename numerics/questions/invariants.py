@@ -90,24 +90,17 @@ class Result:
 
 @dataclass(slots=True)
 class InvariantsReport(Report):
-    """All results. `absent` are relations that do not apply and why, `missing` what had to be
-    compared and was not.
-    """
+    """All results. `absent` are relations that do not apply and why."""
 
     kind = "invariants"
     target: str
     results: list[Result] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
 
     @property
     def failures(self) -> list[Result]:
         """Relations that do not hold."""
         return [r for r in self.results if r.complaints]
-
-    @property
-    def is_wrong(self) -> bool:
-        return bool(self.failures)
 
     @property
     def has_compared(self) -> bool:

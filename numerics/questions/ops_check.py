@@ -91,8 +91,8 @@ class OpResult:
 
 @dataclass(slots=True)
 class OpsReport(Report):
-    """All results. `absent` are implementations that were not judged and why, `missing` what had
-    to be compared. `undefined` are ops whose definition nothing was compared with.
+    """All results. `absent` are implementations that were not judged and why, `undefined` ops whose
+    definition nothing was compared with.
     """
 
     kind = "ops"
@@ -100,7 +100,6 @@ class OpsReport(Report):
     devices: dict[str, str]
     results: list[OpResult] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
     undefined: list[str] = field(default_factory=list)
 
     @property
@@ -112,10 +111,6 @@ class OpsReport(Report):
     def compared(self) -> int:
         """How many cases were compared."""
         return sum(r.compared for r in self.results)
-
-    @property
-    def is_wrong(self) -> bool:
-        return bool(self.failures)
 
     @property
     def has_compared(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -102,12 +102,6 @@ class RolloutReport(Report):
     sigma: float
     limit: float
     perplexity: Perplexity | None
-    problems: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-
-    @property
-    def is_wrong(self) -> bool:
-        return bool(self.problems)
 
     @property
     def has_compared(self) -> bool:

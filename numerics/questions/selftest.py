@@ -115,10 +115,6 @@ class SelfTest(Report):
     def has_compared(self) -> bool:
         return bool(self.faults or self.clean)
 
-    @property
-    def missing(self) -> list[str]:
-        return [] if self.is_wrong or self.has_compared else ["selftest"]
-
     def body(self) -> dict[str, Any]:
         return {
             "sides": self.sides, "modes": self.modes,
