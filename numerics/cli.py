@@ -218,7 +218,7 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
     report.add_argument("--out", metavar="FILE", help="the HTML file (default: RESULT with .html)")
 
     selftest = _command(
-        commands, "selftest", "plant every catalogued fault, and see whether the modes find it"
+        commands, "selftest", "plant faults of every kind, and see whether the modes find them"
     )
     _targets_flag(selftest, "--backend", "jax:cpu, torch:cpu")
     _names_flag(selftest, "--fault", "these faults only (default: all)")

@@ -16,7 +16,7 @@ from ..shared.errors import ConfigError
 from ..shared.models.config import ModelConfig
 from .bundles import bundle
 from .bundles.capturing import capture_model
-from .errors import InfrastructureError
+from .errors import write_text
 from .faults.catalogue import CATALOGUE, plant, plant_by_side
 from .judging.gates import parse_modes
 from .judging.record import Report
@@ -320,10 +320,7 @@ def _write(path: str | None, text: Callable[[], str]) -> None:
     if path == "-":
         print(text())
     elif path:
-        try:
-            Path(path).write_text(text(), encoding="utf-8")
-        except OSError as error:
-            raise InfrastructureError(f"cannot write {path}: {error.strerror}") from error
+        write_text(path, text())
 
 
 def command(arguments: Arguments) -> str:

@@ -30,10 +30,12 @@ from ...shared.worker import Worker, backend_module, create_worker
 from ..faults.engine import EditedSteps
 from ..sides.fault import Fault, faulty_checkpoint, planted
 from ..sides.sampling import sampled_rows
-from ..sides.steps import by_group, real_tokens
+from ..sides.steps import by_group, forced_steps, owned_rows, real_tokens
 from ..sides.subject import Subject, Target
 
 Change = Callable[[StepInput], StepInput]
+Value = Callable[[int], np.ndarray | None]
+"""What a step gave by row, None where it gave nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +141,9 @@ class Bench:
     def logits(self, schedule: Schedule, prompts: Sequence[np.ndarray]) -> Rows:
         """The logits of every token, all tokens given."""
 
-        def execute(step: StepInput) -> Callable[[int, int], np.ndarray]:
+        def execute(step: StepInput) -> Value:
             logits = self.worker.logits(step)
-            return lambda request, row: logits[row].copy()
+            return lambda row: logits[row].copy()
 
         return self._run(schedule, prompts, execute)
 
@@ -150,15 +152,11 @@ class Bench:
         through `execute`.
         """
 
-        def execute(step: StepInput) -> Callable[[int, int], np.ndarray | None]:
-            top = self.worker.execute(replace(step, logprobs=True)).result().logprobs
-            sampled = set(sampled_rows(step))
-
-            def value(request: int, row: int) -> np.ndarray | None:
-                is_sampled = (request, row) in sampled
-                return top.top[request].copy() if top is not None and is_sampled else None
-
-            return value
+        def execute(step: StepInput) -> Value:
+            found = self.worker.execute(replace(step, logprobs=True)).result().logprobs
+            if found is None:
+                return lambda row: None
+            return {row: found.top[request].copy() for request, row in sampled_rows(step)}.get
 
         return self._run(schedule, prompts, execute)
 
@@ -191,7 +189,7 @@ class Bench:
 
     def _run(
         self, schedule: Schedule, prompts: Sequence[np.ndarray],
-        execute: Callable[[StepInput], Callable[[int, int], np.ndarray | None]],
+        execute: Callable[[StepInput], Value],
     ) -> Rows:  # fmt: skip
         self.scrub()
         scheduler, found = self._scheduler(schedule), Rows()
@@ -199,45 +197,34 @@ class Bench:
         groups = [[i] for i in everyone] if schedule.alone else [everyone]
         for round_ in range(schedule.rounds):
             for group in groups:
-                made = {f"{i}/{round_}": i for i in group}
-                for name, i in made.items():
+                for i in group:
                     decoded = min(schedule.decoded, len(prompts[i]) - 1)
                     params = SamplingParams(temperature=0.0, max_tokens=decoded, ignore_eos=True)
                     prompt = prompts[i][: len(prompts[i]) - decoded]
-                    scheduler.add(Request(name, prompt, params, seed=i))
-                self._drain(scheduler, schedule, prompts, made, execute, found)
+                    scheduler.add(Request(f"{i}/{round_}", prompt, params, seed=i))
+                self._drain(scheduler, schedule, prompts, execute, found)
         metrics = scheduler.metrics()
         found.preemptions, found.cached = metrics.preemptions, metrics.prefix_hits
         return found
 
     def _drain(
         self, scheduler: Scheduler, schedule: Schedule, prompts: Sequence[np.ndarray],
-        made: dict[str, int],
-        execute: Any, found: Rows,
+        execute: Callable[[StepInput], Value], found: Rows,
     ) -> None:  # fmt: skip
-        while (scheduled := scheduler.schedule()) is not None:
-            step = pack(
-                scheduled, scheduler.table, self.shape, len(found.steps) + 1, with_page_table=True
-            )
+        first_id = len(found.steps) + 1
+        for step, owners, scheduled in forced_steps(scheduler, self.shape, prompts, first_id):
             if schedule.change is not None:
                 step = schedule.change(step)
                 value = execute(step)
             else:
                 value = execute(_as_difference(step, scheduled))
             found.steps.append(step)
-            first = step.field("query_start")
-            tokens = np.zeros(len(scheduled.requests), np.int32)
-            for i, request in enumerate(scheduled.requests):
-                index = made[request.request_id]
-                start, end = int(scheduled.starts[i]), int(scheduled.ends[i])
-                tokens[i] = prompts[index][min(end, len(prompts[index]) - 1)]
-                for position in range(start, end):
-                    found.computed.append((index, position))
-                    row = value(i, int(first[i]) + position - start)
-                    if row is not None:
-                        found.keys.append((index, position))
-                        found.values.append(row)
-            scheduler.update(scheduled, tokens)
+            for row, key in enumerate(owned_rows(step, owners)):
+                found.computed.append(key)
+                of_row = value(row)
+                if of_row is not None:
+                    found.keys.append(key)
+                    found.values.append(of_row)
 
     def generate(self, prompts: Sequence[np.ndarray], depth: int, new_tokens: int = 8) -> Rows:
         """Free running with `depth` steps in flight: the token and the best log-probabilities,

@@ -74,7 +74,7 @@ def compare_ends(
 
     Raises ConfigError, BackendUnavailable, NotComparable, InfrastructureError.
     """
-    mode, names = mode_of(subject.dtype), name_sides(sides)
+    mode, named = mode_of(subject.dtype), name_sides(sides)
     served = _read_server(subject, sides, prompts, positions, progress)
     dumped = [side for side in sides if isinstance(side, str) and side.startswith(DUMP)]
     if len(dumped) > 1 or (dumped and served is not None):
@@ -89,7 +89,7 @@ def compare_ends(
     about: dict[str, Any] = {}
     dumps: tuple[str, Dump] | None = None
     try:
-        for name, side in zip(names, sides, strict=True):
+        for name, side in named.items():
             progress(f"loading {side}")
             if isinstance(side, Target):
                 fault = (faults or {}).get(name[0])
@@ -103,12 +103,12 @@ def compare_ends(
             elif dump is not None:
                 about[name] = {"target": str(side), "device": dump.engine, "plan": "?"}
                 dumps = name, dump
-        ends = _Ends(subject, benches, mode, names, owners, whole, served, dumps)
+        ends = _Ends(subject, benches, mode, list(named), owners, whole, served, dumps)
         diff = ends.run(steps, progress)
     finally:
         for bench in benches.values():
             bench.close()
-    diff.sides = tuple(names)
+    diff.sides = tuple(named)
     diff.environment["sides"] |= about
     if served is not None:
         _judge_server(diff, ends, served, server_logits)

@@ -532,8 +532,8 @@ def compare_model(
     `b`, ...): for tests.
     """
 
-    names = name_sides(targets)
-    merged = Diff(tuple(names))
+    named = name_sides(targets)
+    merged = Diff(tuple(named))
     for mode in modes:
         where_ = subject.for_mode(mode)
         progress(f"mode {mode}: loading")
@@ -541,7 +541,7 @@ def compare_model(
         def tell(text: str, mode: str = mode) -> None:
             progress(f"mode {mode}: {text}")
 
-        with open_sides(where_, dict(zip(names, targets, strict=True)), steps, faults) as sides:
+        with open_sides(where_, named, steps, faults) as sides:
             if mode == "X":
                 diff = ExactComparison(where_).run(sides, steps, layers, tell)
             else:

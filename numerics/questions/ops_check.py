@@ -150,11 +150,12 @@ def check_ops(
             raise ConfigError(
                 f"target: {target} has {', '.join(target.options)}, which single ops do not know"
             )
-    sides = tuple(name_sides(targets))
-    devices = [backend_module(target.backend).find_device(target.device) for target in targets]
-    report = OpsReport(
-        sides, {s: f"{d.platform} {d.name}" for s, d in zip(sides, devices, strict=True)}
-    )
+    sides = {
+        name: (target, backend_module(target.backend).find_device(target.device))
+        for name, target in name_sides(targets).items()
+    }
+    devices = {name: f"{device.platform} {device.name}" for name, (_, device) in sides.items()}
+    report = OpsReport(tuple(sides), devices)
     started = time.perf_counter()
     for target in targets:
         backend_module(target.backend, "plans")  # registers the kernels
@@ -170,7 +171,7 @@ def check_ops(
             report.absent.append(f"{name} has no case in mode {', '.join(modes)}")
             continue
         _check_definition(report, name, cases)
-        for side, target, device in zip(sides, targets, devices, strict=True):
+        for side, (target, device) in sides.items():
             if planned and name not in target.providers:
                 continue
             for provider, implementation in _runnable(name, target, device.platform, side, report):

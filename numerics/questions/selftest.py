@@ -159,14 +159,16 @@ def selftest(
         for fault in CATALOGUE.values()
         if looking[fault.place == "engine"] and (not names or fault.name in names)
     ]
-    sides = tuple(name_sides(targets))
-    report = SelfTest(sides, tuple(modes), [FaultResult(f.name, f.what, f.place) for f in faults])
+    sides = name_sides(targets)
+    report = SelfTest(
+        tuple(sides), tuple(modes), [FaultResult(f.name, f.what, f.place) for f in faults]
+    )
     results = report.by_name()
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="twinfer-selftest-") as folder:
         for mode in modes:
             kind = _Invariants if mode == "I" else _Bench
-            bench = kind(Path(folder), dict(zip(sides, targets, strict=True)), mode)
+            bench = kind(Path(folder), sides, mode)
             for fault in faults:
                 if fault.place in bench.places:
                     sights = bench.look(fault)
@@ -179,7 +181,7 @@ def selftest(
                 progress(f"mode {mode}: clean seed {seed}: {alarms or 'no alarm'}")
     for fault in faults:
         if fault.place == "ops":
-            results[fault.name].sights += _look_at_ops(fault, targets, sides, modes)
+            results[fault.name].sights += _look_at_ops(fault, sides, modes)
             progress(f"ops: {fault.name}: {_told(results[fault.name].sights)}")
     report.seconds = time.perf_counter() - started
     return report
@@ -287,14 +289,15 @@ class _Invariants:
 
 
 def _look_at_ops(
-    fault: Fault, targets: Sequence[Target], sides: Sequence[str], modes: Sequence[str]
+    fault: Fault, sides: Mapping[str, Target], modes: Sequence[str]
 ) -> Iterator[Sight]:
     """A fault of an op that the model does not call: its own cases, on every side, for every
     implementation.
     """
     looking = tuple(mode for mode in ALL_MODES if mode in modes)
-    report = check_ops(targets, list(fault.ops), {side[0]: fault for side in sides}, looking)
-    for side, target in zip(sides, targets, strict=True):
+    planted = {side[0]: fault for side in sides}
+    report = check_ops(list(sides.values()), list(fault.ops), planted, looking)
+    for side, target in sides.items():
         for mode in looking:
             rows = [row for row in report.results if row.side == side and row.mode == mode]
             # One that takes no case with the fault in it, such as no narrow cache, is no witness.

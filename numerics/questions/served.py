@@ -140,17 +140,17 @@ def check_served(
     `definition` says whether transformers is asked about the reference; auto: if it is installed.
     Raises ConfigError, ModelError, BackendUnavailable, NotComparable.
     """
-    names = name_sides(targets)
+    named = name_sides(targets)
     if definition == "auto" and find_spec(TRANSFORMERS) is None:
         said: str | None = f"not checked, {TRANSFORMERS} is not installed"
     else:
         said = "not checked" if definition == "off" else None
-    whole = Diff(tuple(names))
+    whole = Diff(tuple(named))
     for mode in modes:
         where = subject.for_mode(mode)
         if mode == "P" and subject.dtype == "float32" and "S" in modes:
             continue
-        diff = _check(where, dict(zip(names, targets, strict=True)), mode, prompts, said, progress)
+        diff = _check(where, named, mode, prompts, said, progress)
         whole.extend(diff)
         whole.environment |= diff.environment
         said = whole.environment["definition"]

@@ -241,7 +241,7 @@ DAMAGE = {
     "truncated": (truncate, "truncated"),
     "corrupted": (corrupt, "SHA-256"),
     "a file is missing": (lambda f: (f / bundles.STEPS).unlink(), "cannot be read"),
-    "no manifest": (lambda f: (f / bundles.MANIFEST).unlink(), "cannot read"),
+    "no manifest": (lambda f: (f / bundles.MANIFEST).unlink(), "cannot be read"),
     "not JSON": (lambda f: (f / bundles.MANIFEST).write_text("{"), "JSON"),
     "deep JSON": (lambda f: (f / bundles.MANIFEST).write_text("[" * 100_000), "JSON"),
     "a manifest of something else": (lambda f: (f / bundles.MANIFEST).write_text("{}"), "format"),
