@@ -49,7 +49,7 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            **fields_json(self), "metrics": self.metrics.to_json(),
+            **fields_json(self), "metrics": fields_json(self.metrics),
             "shares": {name: jsonable(share) for name, share in self.shares.items()},
         }  # fmt: skip
 

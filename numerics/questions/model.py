@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -35,11 +35,18 @@ from ..progress import Progress, silent
 from ..sides.environment import describe
 from ..sides.fault import Fault
 from ..sides.jitter import HALF_ULP32, Jitter
-from ..sides.passes import run_stepwise
+from ..sides.passes import Stepwise
 from ..sides.reference import State, reference_of, sources_of, storage_dtype, total
 from ..sides.sampling import chooser_of, sampled_rows, sampling_field
 from ..sides.side import Executed, Program, Side, open_sides, plan_of
-from ..sides.steps import cache_shapes, pages_of, place, real_tokens, where
+from ..sides.steps import (
+    cache_shapes,
+    owned_rows,
+    pages_of,
+    place,
+    real_tokens,
+    where,
+)
 from ..sides.subject import HostWeights, Subject, Target, name_sides
 from ..sides.taps import Call, Declared, Tracer, declare
 from .exact import ExactComparison
@@ -154,6 +161,17 @@ class Comparison:
         self.diff.seconds = time.perf_counter() - started
         return self.diff
 
+    def run_owned(
+        self, owned: Iterable[tuple[StepInput, list[int]]], progress: Progress = silent
+    ) -> Diff:
+        """`run`, of steps with the prompts that their requests are of."""
+        steps, self._owners = zip(*owned, strict=True)
+        return self.run(steps, progress)
+
+    def places(self) -> list[tuple[int, int]]:
+        """(prompt, position) of each row of the step, in `run_owned`."""
+        return list(owned_rows(self.step, self._owners[self.number]))
+
     def _step(self, number: int, step: StepInput) -> None:
         self.number, self.step, self.real = number, step, real_tokens(step)
         for reference in (self.exact, self.faithful, self.local, self.local_faithful):
@@ -165,7 +183,8 @@ class Comparison:
                 check_page_tables(self.diff, judged.name, step, ran.page_tables, groups)
         self.family = Family(self.steps * max(self._comparisons(), 1))
         self._numbers, self._made = float(self.real * self.model.hidden_size), {}
-        _, self._kv = run_stepwise(self._embed, self._layer, self._end, self._kv, self.sources)
+        walk = Stepwise(self.sources, self._embed, self._layer, self._end)
+        _, self._kv = walk.run(self._kv)
 
     def _comparisons(self) -> int:
         """Limits in a step, of all sides."""
