@@ -153,11 +153,12 @@ def selftest(
         plant(name)
     if seeds < 0:
         raise ConfigError(f"seeds: got {seeds}, allowed is at least 0")
-    looking = {False: set(modes) - {"I"}, True: "I" in modes}
+    in_steps, in_engine = set(modes) - {"I"}, "I" in modes
     faults = [
         fault
         for fault in CATALOGUE.values()
-        if looking[fault.place == "engine"] and (not names or fault.name in names)
+        if (in_engine if fault.place == "engine" else in_steps)
+        and (not names or fault.name in names)
     ]
     sides = name_sides(targets)
     report = SelfTest(
