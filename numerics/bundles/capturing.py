@@ -14,9 +14,9 @@ from ..errors import NotComparable
 from ..progress import Progress, silent
 from ..sides.environment import describe_side
 from ..sides.fault import Fault
-from ..sides.reference import reference_of, storage_dtype
+from ..sides.reference import reference_of
 from ..sides.side import Executed, Tap, WorkerSide, open_sides
-from ..sides.steps import cache_shapes, groups_of, pages_of, written_slots
+from ..sides.steps import empty_caches, groups_of, written_slots
 from ..sides.subject import HostWeights, Subject, Target, check_recordable
 from .bundle import Bundle
 from .steps import Recorded
@@ -42,8 +42,7 @@ def capture_model(
     groups, recorded = groups_of(subject), list[Recorded]()
     with open_sides(subject, {"a": target}, steps, {"a": fault} if fault else None) as sides:
         side, ops = sides["a"], _Ops(subject, taps)
-        dtype = storage_dtype(subject.dtype)
-        side.begin([np.full(x, np.nan, dtype) for x in cache_shapes(subject, pages_of(steps))])
+        side.begin(empty_caches(subject, steps))
         for number, step in enumerate(steps):
             progress(f"step {number + 1} of {len(steps)}, {step.descriptor}")
             ran, found = side.execute(step), Recorded(step)

@@ -40,9 +40,8 @@ from ..sides.reference import State, reference_of, sources_of, storage_dtype, to
 from ..sides.sampling import chooser_of, sampled_rows, sampling_field
 from ..sides.side import Executed, Program, Side, open_sides, plan_of
 from ..sides.steps import (
-    cache_shapes,
+    empty_caches,
     owned_rows,
-    pages_of,
     place,
     real_tokens,
     where,
@@ -125,10 +124,8 @@ class Comparison:
                 self.diff, judged.name, judged.side, self.weights
             )
 
-    def _first_caches(self, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-        # Layers of one shape share what nobody has written yet.
-        empty = {shape: np.full(shape, np.nan, self.dtype) for shape in shapes}
-        caches = [empty[shape] for shape in shapes]
+    def _first_caches(self, steps: Sequence[StepInput]) -> list[np.ndarray]:
+        caches = empty_caches(self.subject, steps)
         for index, given in enumerate(self._given):
             caches[index] = caches[index].copy()
             caches[index][: len(given)] = given.astype(self.dtype)
@@ -142,8 +139,7 @@ class Comparison:
         if not steps:
             raise NotComparable("there are no steps to compare")
         started = time.perf_counter()
-        # Slots that nobody wrote hold NaN: whoever reads one shows it.
-        start = self._first_caches(cache_shapes(self.subject, pages_of(steps)))
+        start = self._first_caches(steps)
         self._kv = [{True: x.astype(np.float64), False: x} for x in start]
         self._steps, self._start = steps, start
         for judged in self.sides:

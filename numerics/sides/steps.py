@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ...bucketing import Table
+from ...ops.namespaces import namespace
 from ...shared.errors import ConfigError, RequestError
 from ...shared.packer import pack
 from ...shared.page_groups import PageGroup
@@ -208,6 +209,16 @@ def cache_shapes(subject: Subject, pages: int) -> list[tuple[int, ...]]:
     """The cache of each layer [page slot 2*kvhead hdim]."""
     layout = subject.layout
     return [(pages, *layout.page_shape(layer)) for layer in range(subject.model.num_layers)]
+
+
+def empty_caches(subject: Subject, steps: Sequence[StepInput]) -> list[np.ndarray]:
+    """The cache of each layer before the first step. Slots that nobody wrote hold NaN: whoever
+    reads one shows it. Layers of one shape share it.
+    """
+    dtype = namespace("numpy").float_dtype(subject.dtype)
+    shapes = cache_shapes(subject, pages_of(steps))
+    empty = {shape: np.full(shape, np.nan, dtype) for shape in shapes}
+    return [empty[shape] for shape in shapes]
 
 
 def real_tokens(step: StepInput) -> int:
