@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import numpy as np
 
 from .bundles import bundle
 from .bundles.bundle import Bundle
-from .errors import InfrastructureError
-from .faults.planting import plant_by_side
+from .errors import write_text
+from .faults.catalogue import plant_by_side
 from .judging.diff import Diff
 from .judging.gates import MODES, Mode
 from .questions.model import compare_model
@@ -64,14 +65,8 @@ def compare_targets(
 
 def write_report(diff: Diff, path: str | Path) -> Path:
     """Write a comparison as one HTML file. Raises InfrastructureError."""
-    import json
-
-    target = Path(path)
-    try:
-        target.write_text(page(json.loads(diff.dumps())), encoding="utf-8")
-    except OSError as error:
-        raise InfrastructureError(f"cannot write {path}: {error.strerror}") from error
-    return target
+    write_text(path, page(json.loads(diff.dumps())))
+    return Path(path)
 
 
 def _ids(subject: Subject, prompts: Prompts) -> list[np.ndarray]:

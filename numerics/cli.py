@@ -109,14 +109,6 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
     _target_flag(invariants, "--on", "jax:cpu")
     _mode_flag(invariants)
     _names_flag(invariants, "--relation", "these relations only (default: those that apply)")
-    invariants.add_argument(
-        "--break",
-        dest="breaks",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="break this relation on purpose",
-    )
     _fault_flag(invariants)
     _output_flags(invariants)
 
@@ -226,7 +218,7 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
     report.add_argument("--out", metavar="FILE", help="the HTML file (default: RESULT with .html)")
 
     selftest = _command(
-        commands, "selftest", "plant every catalogued fault, and see whether the modes find it"
+        commands, "selftest", "plant faults of every kind, and see whether the modes find them"
     )
     _targets_flag(selftest, "--backend", "jax:cpu, torch:cpu")
     _names_flag(selftest, "--fault", "these faults only (default: all)")

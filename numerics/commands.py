@@ -16,9 +16,8 @@ from ..shared.errors import ConfigError
 from ..shared.models.config import ModelConfig
 from .bundles import bundle
 from .bundles.capturing import capture_model
-from .errors import InfrastructureError
-from .faults.engine import ENGINE_FAULTS
-from .faults.planting import describe, plant, plant_by_side
+from .errors import write_text
+from .faults.catalogue import CATALOGUE, plant, plant_by_side
 from .judging.gates import parse_modes
 from .judging.record import Report
 from .questions import bisect as bisecting
@@ -121,8 +120,8 @@ def invariants(arguments: Arguments) -> int:
     prompts = _prompts(arguments, subject)
     report = relations.check_invariants(
         subject, target, prompts, names=arguments.relation,
-        modes=parse_modes(arguments.mode, ("S", "P")), fault=_fault(arguments, subject.model),
-        breaks=arguments.breaks, progress=_tell,
+        modes=parse_modes(arguments.mode, ("S", "P")),
+        fault=_fault(arguments, subject.model, in_engine=True), progress=_tell,
     )  # fmt: skip
     return _finish(report, arguments, relations.render)
 
@@ -237,8 +236,7 @@ def report(arguments: Arguments) -> int:
 
 def selftest(arguments: Arguments) -> int:
     if arguments.list:
-        engine = [f"{f.name:28} engine {f.what}" for f in ENGINE_FAULTS.values()]
-        print("\n".join([*describe(), *engine]))
+        print("\n".join(f"{f.name:28} {f.place:6} {f.what}" for f in CATALOGUE.values()))
         return 0
     targets = _targets(arguments.backend, "jax:cpu", "torch:cpu")
     report = testing.selftest(
@@ -280,8 +278,8 @@ def _prompts(arguments: Arguments, subject: Subject) -> list[np.ndarray]:
     return default_prompts(subject, arguments.seed) if named is None else named
 
 
-def _fault(arguments: Arguments, model: ModelConfig) -> Fault | None:
-    return plant(arguments.plant, model) if arguments.plant else None
+def _fault(arguments: Arguments, model: ModelConfig, in_engine: bool = False) -> Fault | None:
+    return plant(arguments.plant, model, in_engine=in_engine) if arguments.plant else None
 
 
 def _check_positive(name: str, value: int) -> None:
@@ -322,10 +320,7 @@ def _write(path: str | None, text: Callable[[], str]) -> None:
     if path == "-":
         print(text())
     elif path:
-        try:
-            Path(path).write_text(text(), encoding="utf-8")
-        except OSError as error:
-            raise InfrastructureError(f"cannot write {path}: {error.strerror}") from error
+        write_text(path, text())
 
 
 def command(arguments: Arguments) -> str:
@@ -355,5 +350,5 @@ def _finish(report: AnyReport, arguments: Arguments, render: Callable[[AnyReport
         print(render(report))
     _write(arguments.json, report.dumps)
     junit = getattr(arguments, "junit", None)  # what judges nothing has no such flag
-    _write(junit, lambda: suite_xml(report.cases(), report.missing))
+    _write(junit, lambda: suite_xml(report))
     return report.exit_code

@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ..shared.errors import TwinferError
 
 EQUAL, FAILED, USAGE, NOT_COMPARED, UNAVAILABLE, INFRASTRUCTURE = range(6)
@@ -29,3 +31,11 @@ class InfrastructureError(TwinferError):
     """
 
     exit_code = INFRASTRUCTURE
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file. Raises InfrastructureError."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InfrastructureError(f"cannot write {path}: {error.strerror}") from error

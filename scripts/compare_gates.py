@@ -16,9 +16,10 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import twinfer.tests.numerics.faults  # noqa: F401 - it adds to the catalogue
 from twinfer.numerics.faults.catalogue import CATALOGUE
 from twinfer.numerics.judging.diff import Finding
 from twinfer.numerics.judging.gates import HALF_ULP32, Gate
@@ -80,7 +81,7 @@ def look(name: str, backend: str, folder: Path) -> list[Sensitivity]:
     subject = open_model(folder, SEED)
     model = subject.model
     steps = make_steps(subject, default_prompts(subject, SEED))[:1]
-    fault = entry.fault(LAYER if entry.place == "layer" else None)
+    fault = replace(entry, layer=LAYER) if entry.place == "layer" else entry
     diff = compare_model(subject, [parse_target(f"{backend}:cpu")], steps, faults={"a": fault})
     reduction = max(model.hidden_size, model.intermediate_size)
     found = []
@@ -105,7 +106,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these faults (default: all)")
     parser.add_argument("--json", metavar="FILE", help="write the table")
     arguments = parser.parse_args()
-    names = [name for name, entry in CATALOGUE.items() if entry.place != "ops"]
+    names = [name for name, entry in CATALOGUE.items() if entry.place in ("layer", "top")]
     if unknown := set(arguments.only or ()) - set(names):
         parser.error(f"--only: got {', '.join(sorted(unknown))}, allowed are {', '.join(names)}")
     rows: list[Sensitivity] = []

@@ -217,31 +217,27 @@ def _object(text: str | bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def read_object(file: Path) -> dict[str, Any]:
-    """A JSON object of at most MAX_MANIFEST bytes. Raises NotComparable."""
+def read_manifest(file: Path, format_: str, version: int) -> dict[str, Any]:
+    """The manifest of such a folder, of at most MAX_MANIFEST bytes. Raises NotComparable."""
     try:
         if file.stat().st_size > MAX_MANIFEST:
             raise NotComparable(
                 f"{file}: has {file.stat().st_size} bytes, allowed are {MAX_MANIFEST}"
             )
-        return _object(file.read_bytes(), str(file))
+        manifest = _object(file.read_bytes(), str(file))
     except OSError as error:
-        raise NotComparable(
-            f"bundle {file.parent}: cannot read {file.name}: {error.strerror}"
-        ) from None
+        raise NotComparable(f"{file}: cannot be read: {error.strerror}") from None
+    for name, wanted in (("format", format_), ("version", version)):
+        if manifest.get(name) != wanted:
+            raise NotComparable(
+                f"{file}: {name} is {str(manifest.get(name))[:60]!r}, must be {wanted!r}"
+            )
+    return manifest
 
 
 def _manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
-    manifest = read_object(file)
-    if manifest.get("format") != FORMAT:
-        raise NotComparable(
-            f"{file}: format is {str(manifest.get('format'))[:60]!r}, a bundle has {FORMAT!r}"
-        )
-    if manifest.get("version") != VERSION:
-        raise NotComparable(
-            f"{file}: version is {str(manifest.get('version'))[:20]}, this program reads {VERSION}"
-        )
+    manifest = read_manifest(file, FORMAT, VERSION)
     digest = manifest.pop("sha256", None)
     if digest != _sha(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()):
         raise NotComparable(f"{file}: is damaged or was edited: its own SHA-256 does not hold")

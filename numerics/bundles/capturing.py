@@ -14,9 +14,9 @@ from ..errors import NotComparable
 from ..progress import Progress, silent
 from ..sides.environment import describe_side
 from ..sides.fault import Fault
-from ..sides.reference import reference_of, storage_dtype
-from ..sides.side import Executed, Tap, WorkerSide
-from ..sides.steps import cache_shapes, groups_of, pages_of, written_slots
+from ..sides.reference import reference_of
+from ..sides.side import Executed, Tap, WorkerSide, open_sides
+from ..sides.steps import empty_caches, groups_of, written_slots
 from ..sides.subject import HostWeights, Subject, Target, check_recordable
 from .bundle import Bundle
 from .steps import Recorded
@@ -39,38 +39,30 @@ def capture_model(
     if not steps:
         raise NotComparable("there are no steps to capture")
     check_recordable(subject, "a bundle")
-    side = WorkerSide(subject, target, steps, fault)
-    try:
-        dtype = storage_dtype(subject.dtype)
-        side.begin([np.full(x, np.nan, dtype) for x in cache_shapes(subject, pages_of(steps))])
-        camera, recorded = _Camera(subject, side, taps), []
+    groups, recorded = groups_of(subject), list[Recorded]()
+    with open_sides(subject, {"a": target}, steps, {"a": fault} if fault else None) as sides:
+        side, ops = sides["a"], _Ops(subject, taps)
+        side.begin(empty_caches(subject, steps))
         for number, step in enumerate(steps):
             progress(f"step {number + 1} of {len(steps)}, {step.descriptor}")
-            recorded.append(camera.take(step))
+            ran, found = side.execute(step), Recorded(step)
+            keep_layers(found, ran.streams, ran.before, ran.after, groups)
+            if ran.logits is not None:
+                found.arrays["logits"] = ran.logits
+            if taps:
+                ops.keep(found, side, ran)
+            recorded.append(found)
         return Bundle(subject, recorded, describe_side(side.target, side.device, side.plans))
-    finally:
-        side.close()
 
 
-class _Camera:
-    """Keeps what a worker does. The reference says which ops are called, and on what."""
+class _Ops:
+    """Keeps what ops give. The reference says which are called, and on what."""
 
-    def __init__(self, subject: Subject, side: WorkerSide, taps: Sequence[str]) -> None:
-        self._side, self._taps = side, tuple(taps)
-        self._weights = HostWeights(subject)
-        self._groups = groups_of(subject)
+    def __init__(self, subject: Subject, taps: Sequence[str]) -> None:
+        self._taps, self._weights = tuple(taps), HostWeights(subject)
         self._reference = reference_of(subject, exact=False)
 
-    def take(self, step: StepInput) -> Recorded:
-        ran, found = self._side.execute(step), Recorded(step)
-        keep_layers(found, ran.streams, ran.before, ran.after, self._groups)
-        if ran.logits is not None:
-            found.arrays["logits"] = ran.logits
-        if self._taps:
-            self._run_ops(found, ran)
-        return found
-
-    def _run_ops(self, found: Recorded, ran: Executed) -> None:
+    def keep(self, found: Recorded, side: WorkerSide, ran: Executed) -> None:
         kind, weights = ran.step.descriptor.kind, self._weights
         self._reference.begin(ran.step)
         for program, calls in self._reference.traced(
@@ -81,7 +73,7 @@ class _Camera:
             if isinstance(program, int):
                 name = f"layer.{program}"
                 caches = {"kv_in": ran.before[program], "kv_out": ran.after[program]}
-            keep_taps(found, str(name), self._side.taps(kind, program, calls, self._taps), caches)
+            keep_taps(found, str(name), side.taps(kind, program, calls, self._taps), caches)
 
 
 def keep_layers(

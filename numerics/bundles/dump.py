@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import NotComparable
 from ..sides.subject import Subject
-from .bundle import FILE, MANIFEST, arrays_of, read_object, read_tensors
+from .bundle import FILE, MANIFEST, arrays_of, read_manifest, read_tensors
 
 FORMAT, VERSION = "twinfer-dump", 1
 TOKENS = "token_ids"
@@ -45,12 +45,7 @@ class Dump:
 def read_dump(folder: str, subject: Subject) -> Dump:
     """Read a dump of the subject's model. Raises NotComparable, naming what is wrong."""
     path = Path(folder)
-    manifest = read_object(path / MANIFEST)
-    for name, wanted in (("format", FORMAT), ("version", VERSION)):
-        if manifest.get(name) != wanted:
-            raise NotComparable(
-                f"dump {folder}: {name} is {str(manifest.get(name))[:60]!r}, must be {wanted!r}"
-            )
+    manifest = read_manifest(path / MANIFEST, FORMAT, VERSION)
     files = manifest.get("prompts")
     if not isinstance(files, list) or not files:
         raise NotComparable(

@@ -1,1 +1,1 @@
-"""Faults to plant on purpose, and the catalogue of them."""
+"""Faults to plant on purpose: one of each kind, and how more are made."""

@@ -49,7 +49,7 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            **fields_json(self), "metrics": self.metrics.to_json(),
+            **fields_json(self), "metrics": fields_json(self.metrics),
             "shares": {name: jsonable(share) for name, share in self.shares.items()},
         }  # fmt: skip
 
@@ -120,8 +120,6 @@ ENDS: dict[str, type[Any]] = {"logits": LogitsFinding, "served": ServedFinding}
 class Diff(Report):
     """All findings of one comparison. `problems` are failures that are no tensor's: unequal
     weights, unequal bits.
-
-    `missing` names what should have been compared and was not.
     """
 
     kind = "diff"
@@ -129,8 +127,6 @@ class Diff(Report):
     findings: list[Finding] = field(default_factory=list)
     logits: list[LogitsFinding] = field(default_factory=list)
     served: list[ServedFinding] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def extend(self, other: Diff) -> None:
@@ -193,7 +189,6 @@ class Diff(Report):
         return {
             "sides": self.sides,
             "first_divergence": None if first is None else first.to_json(),
-            "problems": self.problems,
             "notes": self.notes,
             **{name: [fields_json(entry) for entry in getattr(self, name)] for name in ENDS},
             "findings": [f.to_json() for f in self.findings],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import numpy as np
 
 from ...shared.step import StepInput
@@ -83,15 +85,7 @@ def named_divergence(p: np.ndarray, q: np.ndarray) -> float:
 
 def flip_record(f: Flip, place: str) -> dict[str, object]:
     """A token that differs, fit for JSON."""
-    return {
-        "row": f.row,
-        "place": place,
-        "a": f.a,
-        "b": f.b,
-        "margin": f.margin,
-        "noise": f.noise,
-        "tie": f.tie,
-    }
+    return asdict(f) | {"place": place, "tie": f.tie}
 
 
 def _expected(exact: np.ndarray, faithful: np.ndarray) -> tuple[float, float]:

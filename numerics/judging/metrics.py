@@ -68,10 +68,6 @@ class Metrics:
     row_squares: float = 0.0
     beyond: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object; infinities as text."""
-        return fields_json(self)
-
 
 def fields_json(entry: Any) -> dict[str, Any]:
     """The fields of a dataclass, fit for JSON."""

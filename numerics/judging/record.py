@@ -48,21 +48,25 @@ HEADER = (
 
 @dataclass(kw_only=True)
 class Report(ABC):
-    """What every command of `twinfer numerics` comes to."""
+    """What every command of `twinfer numerics` comes to. `problems` are failures that are no single
+    result's, `missing` is what should have been compared and was not.
+    """
 
     kind: ClassVar[Kind]
     environment: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
-    @abstractmethod
-    def missing(self) -> Sequence[str]:
-        """What should have been compared and was not."""
+    def failures(self) -> Sequence[Any]:
+        """Results that are wrong."""
+        return ()
 
     @property
-    @abstractmethod
     def is_wrong(self) -> bool:
         """Whether anything that was compared is wrong."""
+        return bool(self.failures or self.problems)
 
     @property
     @abstractmethod
@@ -90,35 +94,15 @@ class Report(ABC):
         """Complaints by (group, name), for JUnit."""
 
     def dumps(self) -> str:
-        """JSON text, with the header of this module."""
-        shared: dict[str, Any] = {
-            "exit_code": self.exit_code, "environment": self.environment, "seconds": self.seconds,
-            "missing": list(self.missing),
+        """JSON text: the header of this module, then the body."""
+        header = {
+            "schema": SCHEMA, "version": VERSION, "kind": self.kind,
+            "command": self.environment.get("command", ""),
+            "exit_code": self.exit_code, "verdict": VERDICTS[self.exit_code], "sides": [],
+            "environment": self.environment, "seconds": self.seconds, "problems": self.problems,
+            "missing": self.missing,
         }  # fmt: skip
-        return dumps(self.kind, shared | self.body())
-
-
-def dumps(kind: Kind, body: Mapping[str, Any]) -> str:
-    """JSON text of a result: the header, then what its kind has of its own.
-
-    `body` must have `exit_code`, `sides`, `environment` and `seconds`; `verdict` where it is no
-    comparison.
-    """
-    header = {
-        "schema": SCHEMA,
-        "version": VERSION,
-        "kind": kind,
-        "command": body["environment"].get("command", ""),
-        "exit_code": body["exit_code"],
-        "verdict": body.get("verdict", VERDICTS[body["exit_code"]]),
-        "sides": list(body["sides"]),
-        "environment": body["environment"],
-        "seconds": body["seconds"],
-        "problems": body.get("problems", []),
-        "missing": body.get("missing", []),
-    }
-    own = {name: value for name, value in body.items() if name not in HEADER}
-    return json.dumps(header | own, allow_nan=False)
+        return json.dumps(header | self.body(), allow_nan=False)
 
 
 def check_header(record: Any, name: str) -> dict[str, Any]:

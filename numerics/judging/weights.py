@@ -5,12 +5,13 @@ and the page tables of a step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from ...shared.page_groups import PageGroup
 from ...shared.step import StepInput
+from ...shared.worker import Worker
+from ..sides.side import Side
 from ..sides.steps import by_group, held_entries
 from ..sides.subject import HostWeights
 from .diff import Diff
@@ -19,18 +20,8 @@ Tables = tuple[np.ndarray, np.ndarray]
 """Rotary tables [position r]: cos and sin."""
 
 
-class Holder(Protocol):
-    """A worker, or a side of a comparison."""
-
-    def read_weights(self, layer: int) -> Mapping[str, np.ndarray]:
-        """The weights of a layer as the programs get them; -1: those outside of layers."""
-
-    def read_tables(self) -> Tables:
-        """The rotary tables as the programs get them."""
-
-
 def check_held(
-    diff: Diff, side: str, holder: Holder, weights: HostWeights
+    diff: Diff, side: str, holder: Side | Worker, weights: HostWeights
 ) -> tuple[dict[int, Mapping[str, np.ndarray]], Tables | None]:
     """Note in `diff` which weights and rotary tables of a side are not the checkpoint's and the
     definition's. Returns the weights of the layers that have a wrong one, and wrong tables.
@@ -42,7 +33,7 @@ def check_held(
 
 
 def _check_weights(
-    diff: Diff, side: str, holder: Holder, weights: HostWeights
+    diff: Diff, side: str, holder: Side | Worker, weights: HostWeights
 ) -> dict[int, Mapping[str, np.ndarray]]:
     wrong: dict[int, Mapping[str, np.ndarray]] = {}
     for layer in range(-1, weights.subject.model.num_layers):

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from ...bucketing import Table
-from ...shared.config import DeviceInfo, ResolvedConfig, resolve
+from ...shared.config import resolve
 from ...shared.errors import InternalError
 from ...shared.models.caches import layout_of, step_shape
-from ...shared.models.config import ModelConfig
 from ...shared.packer import pack
 from ...shared.page_groups import PageGroup, longest, pages_for
 from ...shared.progress import silent
@@ -28,14 +27,15 @@ from ...shared.scheduler import Scheduler
 from ...shared.scheduler_config import SchedulerConfig
 from ...shared.step import StepInput, batch_layout
 from ...shared.worker import Worker, backend_module, create_worker
+from ..faults.engine import EditedSteps
 from ..sides.fault import Fault, faulty_checkpoint, planted
 from ..sides.sampling import sampled_rows
-from ..sides.steps import by_group, real_tokens
+from ..sides.steps import by_group, forced_steps, owned_rows, real_tokens
 from ..sides.subject import Subject, Target
 
 Change = Callable[[StepInput], StepInput]
-Create = Callable[[ModelConfig, ResolvedConfig, DeviceInfo, str], Worker]
-"""What makes a worker: `create_worker`, or what the self-test has in its place."""
+Value = Callable[[int], np.ndarray | None]
+"""What a step gave by row, None where it gave nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Bench:
 
     def __init__(
         self, subject: Subject, target: Target, lengths: Sequence[int], fault: Fault | None = None,
-        create: Create = create_worker, **options: Any
+        **options: Any,
     ) -> None:  # fmt: skip
         """A cache that holds requests of up to `lengths` tokens at once, in the page groups of an
         engine; `options` are engine options. Raises ConfigError, ModelError, BackendUnavailable.
@@ -105,10 +105,13 @@ class Bench:
         self.pages = sum(self.pages_of(length) for length in lengths)
         with planted(target.backend, fault), faulty_checkpoint(subject, fault) as held:
             resolved = replace(self.config, load_format=held.load_format)
-            self.worker: Worker = create(subject.model, resolved, device, held.folder)
+            self.worker: Worker = create_worker(subject.model, resolved, device, held.folder)
             self.worker.load(silent)
             self.worker.allocate_kv(self.pages)
             self.worker.warm_up(self.table, silent)
+        if fault is not None and fault.edit is not None:
+            edited = EditedSteps(self.worker, self.layout.groups, fault.edit)
+            self.worker = cast(Worker, edited)  # it passes on what it does not define
 
     def close(self) -> None:
         self.worker.close()
@@ -138,9 +141,9 @@ class Bench:
     def logits(self, schedule: Schedule, prompts: Sequence[np.ndarray]) -> Rows:
         """The logits of every token, all tokens given."""
 
-        def execute(step: StepInput) -> Callable[[int, int], np.ndarray]:
+        def execute(step: StepInput) -> Value:
             logits = self.worker.logits(step)
-            return lambda request, row: logits[row].copy()
+            return lambda row: logits[row].copy()
 
         return self._run(schedule, prompts, execute)
 
@@ -149,15 +152,11 @@ class Bench:
         through `execute`.
         """
 
-        def execute(step: StepInput) -> Callable[[int, int], np.ndarray | None]:
-            top = self.worker.execute(replace(step, logprobs=True)).result().logprobs
-            sampled = set(sampled_rows(step))
-
-            def value(request: int, row: int) -> np.ndarray | None:
-                is_sampled = (request, row) in sampled
-                return top.top[request].copy() if top is not None and is_sampled else None
-
-            return value
+        def execute(step: StepInput) -> Value:
+            found = self.worker.execute(replace(step, logprobs=True)).result().logprobs
+            if found is None:
+                return lambda row: None
+            return {row: found.top[request].copy() for request, row in sampled_rows(step)}.get
 
         return self._run(schedule, prompts, execute)
 
@@ -190,7 +189,7 @@ class Bench:
 
     def _run(
         self, schedule: Schedule, prompts: Sequence[np.ndarray],
-        execute: Callable[[StepInput], Callable[[int, int], np.ndarray | None]],
+        execute: Callable[[StepInput], Value],
     ) -> Rows:  # fmt: skip
         self.scrub()
         scheduler, found = self._scheduler(schedule), Rows()
@@ -198,45 +197,34 @@ class Bench:
         groups = [[i] for i in everyone] if schedule.alone else [everyone]
         for round_ in range(schedule.rounds):
             for group in groups:
-                made = {f"{i}/{round_}": i for i in group}
-                for name, i in made.items():
+                for i in group:
                     decoded = min(schedule.decoded, len(prompts[i]) - 1)
                     params = SamplingParams(temperature=0.0, max_tokens=decoded, ignore_eos=True)
                     prompt = prompts[i][: len(prompts[i]) - decoded]
-                    scheduler.add(Request(name, prompt, params, seed=i))
-                self._drain(scheduler, schedule, prompts, made, execute, found)
+                    scheduler.add(Request(f"{i}/{round_}", prompt, params, seed=i))
+                self._drain(scheduler, schedule, prompts, execute, found)
         metrics = scheduler.metrics()
         found.preemptions, found.cached = metrics.preemptions, metrics.prefix_hits
         return found
 
     def _drain(
         self, scheduler: Scheduler, schedule: Schedule, prompts: Sequence[np.ndarray],
-        made: dict[str, int],
-        execute: Any, found: Rows,
+        execute: Callable[[StepInput], Value], found: Rows,
     ) -> None:  # fmt: skip
-        while (scheduled := scheduler.schedule()) is not None:
-            step = pack(
-                scheduled, scheduler.table, self.shape, len(found.steps) + 1, with_page_table=True
-            )
+        first_id = len(found.steps) + 1
+        for step, owners, scheduled in forced_steps(scheduler, self.shape, prompts, first_id):
             if schedule.change is not None:
                 step = schedule.change(step)
                 value = execute(step)
             else:
                 value = execute(_as_difference(step, scheduled))
             found.steps.append(step)
-            first = step.field("query_start")
-            tokens = np.zeros(len(scheduled.requests), np.int32)
-            for i, request in enumerate(scheduled.requests):
-                index = made[request.request_id]
-                start, end = int(scheduled.starts[i]), int(scheduled.ends[i])
-                tokens[i] = prompts[index][min(end, len(prompts[index]) - 1)]
-                for position in range(start, end):
-                    found.computed.append((index, position))
-                    row = value(i, int(first[i]) + position - start)
-                    if row is not None:
-                        found.keys.append((index, position))
-                        found.values.append(row)
-            scheduler.update(scheduled, tokens)
+            for row, key in enumerate(owned_rows(step, owners)):
+                found.computed.append(key)
+                of_row = value(row)
+                if of_row is not None:
+                    found.keys.append(key)
+                    found.values.append(of_row)
 
     def generate(self, prompts: Sequence[np.ndarray], depth: int, new_tokens: int = 8) -> Rows:
         """Free running with `depth` steps in flight: the token and the best log-probabilities,
@@ -282,10 +270,8 @@ def _as_difference(step: StepInput, scheduled: ScheduledStep) -> StepInput:
 # ------------------------------------------------------------------------------------------------
 
 
-def permuted_pages(
-    pages: int, groups: Sequence[PageGroup], seed: int, *, table: bool = True
-) -> Change:
-    """Put every page elsewhere: in the slots that are written and in the page `table` that is read.
+def permuted_pages(pages: int, groups: Sequence[PageGroup], seed: int) -> Change:
+    """Put every page elsewhere: in the slots that are written and in the page table that is read.
 
     For steps that have their page table.
     """
@@ -293,10 +279,8 @@ def permuted_pages(
 
     def change(step: StepInput) -> StepInput:
         batch, page_table = step.batch.copy(), step.field("page_table").copy()
-        if table:
-            count = int(step.field("counts")[1])
-            of_requests = by_group(page_table, groups)[:, :count]
-            of_requests[...] = places[of_requests]
+        of_requests = by_group(page_table, groups)[:, : int(step.field("counts")[1])]
+        of_requests[...] = places[of_requests]
         written = batch_layout(step.descriptor, step.shape).view(batch, "slots")
         for of_group, group in zip(by_group(written, groups), groups, strict=True):
             page, offset = np.divmod(of_group, group.page_size)

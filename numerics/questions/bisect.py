@@ -76,21 +76,16 @@ class BisectReport(Report):
     bound: int = 0
     units: int = 0
     notes: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
     compared: bool = False
 
     @property
-    def is_wrong(self) -> bool:
-        return bool(self.culprits or self.problems)
+    def failures(self) -> list[Culprit]:
+        return self.culprits
 
     @property
     def has_compared(self) -> bool:
         return self.compared
-
-    @property
-    def missing(self) -> list[str]:
-        return [] if self.is_wrong or self.compared else ["bisect"]
 
     def cases(self) -> dict[tuple[str, str], list[str]]:
         cases = {(self.target, culprit.name): [culprit.what] for culprit in self.culprits}

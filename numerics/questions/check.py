@@ -57,6 +57,10 @@ class Part:
     compared: str
 
 
+Answer = tuple[Sequence[Report], str, list[Cause]]
+"""What a part found: reports, what was compared in words, and causes."""
+
+
 @dataclass(slots=True)
 class CheckReport(Report):
     """The verdicts of all parts, and the causes of what is wrong, the deepest first."""
@@ -65,7 +69,6 @@ class CheckReport(Report):
     sides: tuple[str, ...]
     parts: list[Part] = field(default_factory=list)
     causes: list[Cause] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
 
     @property
     def is_wrong(self) -> bool:
@@ -116,12 +119,14 @@ def check(
             report.missing.append(f"{name}: the {seconds:g} seconds were over")
             continue
         progress(f"check: {name}")
-        answer = ask(asked)
-        took = time.perf_counter() - before
-        report.parts.append(Part(name, answer.exit_code, took, answer.compared))
-        report.causes += answer.causes
-        report.missing += [f"{name}: {text}" for text in answer.missing]
-        report.environment |= answer.environment
+        found, compared, causes = ask(asked)
+        codes = {one.exit_code for one in found}
+        code = FAILED if FAILED in codes else max(codes, default=NOT_COMPARED)
+        report.parts.append(Part(name, code, time.perf_counter() - before, compared))
+        report.causes += causes
+        report.missing += [f"{name}: {text}" for one in found for text in one.missing]
+        if name == "served":  # which says what ran
+            report.environment |= found[0].environment
     report.causes.sort(key=lambda cause: cause.depth)
     report.seconds = time.perf_counter() - started
     return report
@@ -159,22 +164,11 @@ class _Asked:
         return ["--a", str(self.targets[0]), "--b", str(self.targets[-1])]
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What a part found."""
-
-    exit_code: int
-    compared: str
-    causes: list[Cause]
-    missing: Sequence[str]
-    environment: dict[str, Any] = field(default_factory=dict)
-
-
 # --- the parts
 # --------------------------------------------------------------------------------------------------
 
 
-def _ask_served(asked: _Asked) -> _Answer:
+def _ask_served(asked: _Asked) -> Answer:
     diff = check_served(
         asked.subject, asked.targets, modes=asked.modes, prompts=asked.prompts,
         definition=asked.definition, progress=asked.progress,
@@ -182,8 +176,7 @@ def _ask_served(asked: _Asked) -> _Answer:
     tokens = sum(run.tokens for run in diff.served)
     steps = sum(sum(run.steps.values()) for run in diff.served)
     what = f"{tokens} tokens that engines served in {steps} steps"
-    causes = list(_served_causes(asked, diff))
-    return _Answer(diff.exit_code, what, causes, diff.missing, diff.environment)
+    return [diff], what, list(_served_causes(asked, diff))
 
 
 def _served_causes(asked: _Asked, diff: Diff) -> Iterator[Cause]:
@@ -199,7 +192,7 @@ def _served_causes(asked: _Asked, diff: Diff) -> Iterator[Cause]:
             yield Cause(5, text, again)
 
 
-def _ask_ops(asked: _Asked) -> _Answer:
+def _ask_ops(asked: _Asked) -> Answer:
     """The implementations that the plans name, in float32 and the run dtype."""
     wanted: dict[str, None] = {}
     sides: list[Target] = []
@@ -215,7 +208,7 @@ def _ask_ops(asked: _Asked) -> _Answer:
         progress=asked.progress,
     )  # fmt: skip
     what = f"{report.compared} cases of {len(names)} ops"
-    return _Answer(report.exit_code, what, list(_op_causes(asked, report)), report.missing)
+    return [report], what, list(_op_causes(asked, report))
 
 
 def _planned(subject: Subject, target: Target) -> dict[str, tuple[str, ...]]:
@@ -239,12 +232,12 @@ def _op_causes(asked: _Asked, report: OpsReport) -> Iterator[Cause]:
         ours = result.side == DEFINITION
         name = f"the op {result.op}" if ours else result.name
         # The side that ops were judged on names every provider of the plan.
-        side = result.side if ours else name_sides(asked.targets)[ord(result.side[0]) - ord("a")]
+        side = result.side if ours else f"{result.side[0]} {asked.target(result.side)}"
         text = f"{side}: {name}, {result.dtype}: {result.complaints[0]}"
         yield Cause(0 if ours else 3, text, again)
 
 
-def _ask_model(asked: _Asked) -> _Answer:
+def _ask_model(asked: _Asked) -> Answer:
     subject, steps = asked.subject, make_steps(asked.subject, asked.all_prompts)
     diff = compare_model(subject, asked.targets, steps, modes=asked.modes, progress=asked.progress)
     what = f"{len(diff.findings)} tensors in {len(steps)} steps, layer by layer"
@@ -266,14 +259,14 @@ def _ask_model(asked: _Asked) -> _Answer:
     elif diff.exit_code == FAILED:
         found = [*diff.problems, *(c for entry in diff.logits for c in entry.complaints)]
         causes += [Cause(6, text, asked.again("model", *asked.both())) for text in found[:1]]
-    return _Answer(diff.exit_code, what, causes, diff.missing)
+    return [diff], what, causes
 
 
-def _ask_repeat(asked: _Asked) -> _Answer:
+def _ask_repeat(asked: _Asked) -> Answer:
     """Whether the same run gives the same bits."""
     reports: list[InvariantsReport] = []
     causes: list[Cause] = []
-    for side, target in zip(name_sides(asked.targets), asked.targets, strict=True):
+    for side, target in name_sides(asked.targets).items():
         found = check_invariants(
             asked.subject, target, asked.all_prompts, names=("repeat",), modes=asked.modes[-1:],
             progress=asked.progress,
@@ -282,14 +275,11 @@ def _ask_repeat(asked: _Asked) -> _Answer:
         if found.failures:
             again = asked.again("invariants", "--on", str(target), "--relation", "repeat")
             causes.append(Cause(4, f"{side}: running the same again gives other bits", again))
-    code = max((found.exit_code for found in reports), default=NOT_COMPARED)
-    code = FAILED if causes else code
-    missing = [text for found in reports for text in found.missing]
     rows = sum(result.compared for found in reports for result in found.results)
-    return _Answer(code, f"{rows} rows of logits, run again", causes, missing)
+    return reports, f"{rows} rows of logits, run again", causes
 
 
-PARTS: dict[str, Callable[[_Asked], _Answer]] = {
+PARTS: dict[str, Callable[[_Asked], Answer]] = {
     "served": _ask_served,
     "ops": _ask_ops,
     "model": _ask_model,

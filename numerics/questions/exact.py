@@ -25,9 +25,9 @@ from ..judging.metrics import measure
 from ..judging.weights import check_held, check_page_tables
 from ..progress import Progress, silent
 from ..sides.environment import describe
-from ..sides.reference import State, reference_of, storage_dtype
+from ..sides.reference import State, reference_of
 from ..sides.side import Program, WorkerSide, plan_of
-from ..sides.steps import cache_shapes, pages_of
+from ..sides.steps import cache_shapes, empty_caches, pages_of
 from ..sides.subject import HostWeights, Subject
 from ..sides.taps import Call, declare
 from .exact_probes import probes
@@ -137,9 +137,7 @@ class ExactComparison:
         self, diff: Diff, name: str, side: WorkerSide, steps: Sequence[StepInput]
     ) -> None:
         """Run the steps: what a step says of pages must be what the device has of them."""
-        dtype = storage_dtype(self.subject.dtype)
-        shapes = cache_shapes(self.subject, pages_of(steps))
-        side.begin([np.full(shape, np.nan, dtype) for shape in shapes])
+        side.begin(empty_caches(self.subject, steps))
         for step in steps:
             found = side.execute(step).page_tables
             if found is not None:

@@ -20,7 +20,6 @@ from ...ops.testing import limits
 from ...shared.errors import ConfigError, TwinferError
 from ...shared.models import decoder
 from ...shared.models.caches import CacheLayout
-from ...shared.worker import create_worker
 from ..errors import EQUAL, FAILED
 from ..judging.amplification import TRIES, amplification
 from ..judging.gates import (
@@ -44,7 +43,7 @@ from ..sides.reference import Reference, storage_dtype
 from ..sides.steps import pages_of, real_tokens
 from ..sides.subject import HostWeights, Subject, Target
 from ..sides.taps import Tracer
-from .bench import Bench, Change, Create, Rows, Schedule, permuted_pages
+from .bench import Bench, Rows, Schedule, permuted_pages
 
 SPARE = 8
 """Tokens that a request may grow by when it runs free."""
@@ -91,24 +90,17 @@ class Result:
 
 @dataclass(slots=True)
 class InvariantsReport(Report):
-    """All results. `absent` are relations that do not apply and why, `missing` what had to be
-    compared and was not.
-    """
+    """All results. `absent` are relations that do not apply and why."""
 
     kind = "invariants"
     target: str
     results: list[Result] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
 
     @property
     def failures(self) -> list[Result]:
         """Relations that do not hold."""
         return [r for r in self.results if r.complaints]
-
-    @property
-    def is_wrong(self) -> bool:
-        return bool(self.failures)
 
     @property
     def has_compared(self) -> bool:
@@ -126,42 +118,24 @@ class Lab:
     """What the relations of one target and mode share: the worker, the usual run, the prompts."""
 
     def __init__(
-        self, subject: Subject, target: Target, prompts: Sequence[np.ndarray], fault: Fault | None,
-        breaks: Sequence[str], create: Create = create_worker,
-    ) -> None:  # fmt: skip
+        self, subject: Subject, target: Target, prompts: Sequence[np.ndarray], fault: Fault | None
+    ) -> None:
         self.subject, self.target, self.prompts, self.fault = subject, target, prompts, fault
-        self.create = create
         # As few pages as hold everything: each run begins with other tokens all over them.
         self.lengths = [len(p) + SPARE for p in prompts]
         # One short prompt alone would have one page, in which nothing can be preempted.
         self.lengths[0] = max(self.lengths[0], subject.page_size + SPARE)
-        self.bench = Bench(subject, target, self.lengths, fault, create)
-        self.broken = {name: BREAKS[name](self) for name in breaks}
+        self.bench = Bench(subject, target, self.lengths, fault)
         self.usual = self.bench.logits(Schedule(), prompts)
 
-    def change(self, relation: str, change: Change | None) -> Change | None:
-        """The change of a relation's steps, or what a test breaks it with."""
-        return self.broken.get(relation, change)
-
-    def logits(
-        self, relation: str, schedule: Schedule, prompts: Sequence[np.ndarray] | None = None
-    ) -> Rows:
-        """Another schedule on the same worker."""
-        schedule = replace(schedule, change=self.change(relation, schedule.change))
-        return self.bench.logits(schedule, self.prompts if prompts is None else prompts)
-
-    def other(self, relation: str, usual: bool = True, **options: Any) -> Rows:
+    def other(self, usual: bool = True, **options: Any) -> Rows:
         """The usual schedule on another worker: its logits, or, not `usual`, what `execute`
         gives.
         """
-        bench = Bench(self.subject, self.target, self.lengths, self.fault, self.create, **options)
+        bench = Bench(self.subject, self.target, self.lengths, self.fault, **options)
         try:
-            schedule = Schedule(change=self.change(relation, None))
-            return (
-                bench.logits(schedule, self.prompts)
-                if usual
-                else bench.outputs(schedule, self.prompts)
-            )
+            run = bench.logits if usual else bench.outputs
+            return run(Schedule(), self.prompts)
         finally:
             bench.close()
 
@@ -170,16 +144,14 @@ class Lab:
 # --------------------------------------------------------------------------------------------------
 
 
-def _scheduled(
-    name: str, schedule: Callable[[Lab], Schedule]
-) -> Callable[[Lab], tuple[Rows, Rows]]:
+def _scheduled(schedule: Callable[[Lab], Schedule]) -> Callable[[Lab], tuple[Rows, Rows]]:
     """Another schedule on the same worker."""
-    return lambda lab: (lab.usual, lab.logits(name, schedule(lab)))
+    return lambda lab: (lab.usual, lab.bench.logits(schedule(lab), lab.prompts))
 
 
-def _with_option(name: str, option: str, value: Any) -> Callable[[Lab], tuple[Rows, Rows]]:
+def _with_option(option: str, value: Any) -> Callable[[Lab], tuple[Rows, Rows]]:
     """The usual schedule on a worker with another engine option."""
-    return lambda lab: (lab.usual, lab.other(name, **{option: value}))
+    return lambda lab: (lab.usual, lab.other(**{option: value}))
 
 
 def _company(lab: Lab) -> tuple[Rows, Rows]:
@@ -190,17 +162,17 @@ def _company(lab: Lab) -> tuple[Rows, Rows]:
         p if i in kept else rng.integers(0, vocab, len(p)).astype(np.int32) for i,
         p in enumerate(lab.prompts)
     ]  # fmt: skip
-    rows = lab.logits("company", Schedule(), others)
+    rows = lab.bench.logits(Schedule(), others)
     return lab.usual, _only(rows, lambda key: key[0] in kept)
 
 
-def _moved_pages(lab: Lab, table: bool = True) -> Change:
-    """Pages lie elsewhere; without their `table`, which breaks the relation."""
-    return permuted_pages(lab.bench.pages, lab.bench.layout.groups, seed=3, table=table)
+def _moved_pages(lab: Lab) -> Schedule:
+    """Pages lie elsewhere."""
+    return Schedule(change=permuted_pages(lab.bench.pages, lab.bench.layout.groups, seed=3))
 
 
 def _prefix(lab: Lab) -> tuple[Rows, Rows]:
-    rows = lab.logits("prefix-cache", Schedule(prefix=True, rounds=2))
+    rows = lab.bench.logits(Schedule(prefix=True, rounds=2), lab.prompts)
     if not rows.cached:
         raise _Empty("no prefix was found in the cache")
     return lab.usual, rows
@@ -211,7 +183,7 @@ def _preemption(lab: Lab) -> tuple[Rows, Rows]:
     for prompts in (lab.prompts, _outgrowing(lab)):
         longest = lab.bench.pages_of(max(len(p) for p in prompts))
         for pages in range(min(longest + 2, lab.bench.pages), longest - 1, -1):
-            rows = lab.logits("preemption", Schedule(pages=pages, decoded=DECODED), prompts)
+            rows = lab.bench.logits(Schedule(pages=pages, decoded=DECODED), prompts)
             if rows.preemptions and prompts is lab.prompts:
                 return lab.usual, rows
             if rows.preemptions:
@@ -231,16 +203,16 @@ def _overlap(lab: Lab) -> tuple[Rows, Rows]:
 
 
 def _scan(lab: Lab) -> tuple[Rows, Rows]:
-    return lab.usual, lab.other("scan", scan_layers=not lab.bench.config.scan_layers)
+    return lab.usual, lab.other(scan_layers=not lab.bench.config.scan_layers)
 
 
 def _level(name: str) -> Callable[[Lab], tuple[Rows, Rows]]:
     def run(lab: Lab) -> tuple[Rows, Rows]:
         if lab.bench.config.compile_level != 0:
-            usual = lab.other(name, False, compile_level=0)
+            usual = lab.other(False, compile_level=0)
         else:
             usual = lab.bench.outputs(Schedule(), lab.prompts)
-        return usual, lab.other(name, False, compile_level=LEVELS[name])
+        return usual, lab.other(False, compile_level=LEVELS[name])
 
     return run
 
@@ -292,7 +264,7 @@ RELATIONS = {
     for r in (
         Relation(
             "repeat", "running the same once more", "bitwise", f"{SAME}; nothing is left to chance",
-            _scheduled("repeat", lambda lab: Schedule()),
+            _scheduled(lambda lab: Schedule()),
         ),
         Relation(
             "company", "what other requests say", "bitwise", f"{SAME}: rows know only their own",
@@ -300,7 +272,7 @@ RELATIONS = {
         ),
         Relation(
             "page-permutation", "where pages lie", "bitwise", f"{SAME}, gathered from elsewhere",
-            _scheduled("page-permutation", lambda lab: Schedule(change=_moved_pages(lab))),
+            _scheduled(_moved_pages),
         ),
         Relation(
             "overlap", "one step in flight or two", "bitwise", f"{SAME}; only the host waits less",
@@ -308,11 +280,11 @@ RELATIONS = {
         ),
         Relation(
             "batch", "a request alone or among others", "rounding", OTHER_SHAPE,
-            _scheduled("batch", lambda lab: Schedule(alone=True)),
+            _scheduled(lambda lab: Schedule(alone=True)),
         ),
         Relation(
             "chunks", "the lengths of a prompt's chunks", "rounding", OTHER_SHAPE,
-            _scheduled("chunks", lambda lab: Schedule(budget=lab.subject.max_num_seqs)),
+            _scheduled(lambda lab: Schedule(budget=lab.subject.max_num_seqs)),
         ),
         Relation(
             "prefix-cache", "a prefix found in the cache or computed", "rounding", OTHER_SHAPE,
@@ -321,15 +293,15 @@ RELATIONS = {
         Relation("preemption", "being preempted and resumed", "rounding", OTHER_SHAPE, _preemption),
         Relation(
             "padding", "the size that a step is padded to", "rounding", OTHER_SHAPE,
-            _scheduled("padding", lambda lab: Schedule(large=True)),
+            _scheduled(lambda lab: Schedule(large=True)),
         ),
         Relation(
             "decode-prefill", "tokens decoded or prefilled", "rounding", OTHER_SHAPE,
-            _scheduled("decode-prefill", lambda lab: Schedule(decoded=1 << 20)),
+            _scheduled(lambda lab: Schedule(decoded=1 << 20)),
         ),
         Relation(
             "page-groups", "layers with windows keep what they read, or everything", "rounding",
-            OTHER_SHAPE, _with_option("page-groups", "page_groups", False), _windows_here,
+            OTHER_SHAPE, _with_option("page_groups", False), _windows_here,
         ),
         Relation(
             "scan", "layers in a loop or unrolled", "rounding", "XLA fuses it otherwise", _scan,
@@ -337,7 +309,7 @@ RELATIONS = {
         ),
         Relation(
             "tensor-parallel", "1 shard or 2", "rounding", "partial sums are added up",
-            _with_option("tensor-parallel", "tensor_parallel_size", 2), _shards_here, ("torch",),
+            _with_option("tensor_parallel_size", 2), _shards_here, ("torch",),
         ),
         Relation(
             "traced", "eager or traced", "bitwise", "the same kernels", _level("traced"),
@@ -353,12 +325,6 @@ RELATIONS = {
         ),
     )
 }  # fmt: skip
-BREAKS: dict[str, Callable[[Lab], Change]] = {
-    "page-permutation": lambda lab: _moved_pages(lab, table=False),
-}
-"""Relations that can be broken on purpose, to see them fail: a page is put elsewhere without its
-table.
-"""
 
 
 class _Empty(Exception):
@@ -594,25 +560,20 @@ def _place(key: tuple[int, int]) -> str:
 
 def check_invariants(
     subject: Subject, target: Target, prompts: Sequence[np.ndarray], *, names: Sequence[str] = (),
-    modes: Sequence[Mode] = ("S", "P"), fault: Fault | None = None, breaks: Sequence[str] = (),
-    create: Create = create_worker, progress: Progress = silent,
+    modes: Sequence[Mode] = ("S", "P"), fault: Fault | None = None, progress: Progress = silent,
 ) -> InvariantsReport:  # fmt: skip
     """Check relations (`names`; none: all that apply and are not costly) on `target`.
 
-    `fault` is planted in the worker; `breaks` are relations that are broken on purpose; `create`
-    makes the workers. Raises ConfigError.
+    `fault` is planted in the worker. Raises ConfigError.
     """
-    for name in (*names, *breaks):
+    for name in names:
         if name not in RELATIONS:
             raise ConfigError(f"relation: got {name!r}, allowed are {', '.join(RELATIONS)}")
-    for name in breaks:
-        if name not in BREAKS:
-            raise ConfigError(f"break: got {name!r}, allowed are {', '.join(BREAKS)}")
     report, started = InvariantsReport(str(target)), time.perf_counter()
     for mode in modes:
         where = subject.for_mode(mode)
         progress(f"mode {mode}: loading")
-        lab = Lab(where, target, prompts, fault, breaks, create)
+        lab = Lab(where, target, prompts, fault)
         report.environment = {"model": subject.name, "dtype": subject.dtype} | describe_side(
             target, lab.bench.worker.device, lab.bench.worker.plans()
         )

@@ -28,7 +28,7 @@ from ..bundles.steps import Recorded, filled, renumbered, used_pages
 from ..errors import FAILED
 from ..sides.environment import describe_side
 from ..sides.sampling import sampled_rows
-from ..sides.side import finished_rows, own_pages
+from ..sides.side import finished_rows, own_cache
 from ..sides.steps import groups_of, real_tokens
 from ..sides.subject import Subject, Target, check_recordable, parse_target
 from .replay import replay
@@ -226,8 +226,8 @@ class Camera:
         source = describe_side(target, self._worker.device, self._worker.plans())
         recorded, count = Recorded(compact), int(step.field("counts")[1])
         own = [
-            own_pages(compact, self._layout, layer, *both)
-            for layer, both in enumerate(zip(before, after, strict=True))
+            own_cache(compact, self._layout, layer, *caches)
+            for layer, caches in enumerate(zip(before, before, after, strict=True))
         ]
         keep_layers(recorded, _streams(output), list(before), own, groups_of(subject))
         recorded.arrays["tokens"] = np.asarray(output.tokens[:count], np.int32)

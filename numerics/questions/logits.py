@@ -30,7 +30,7 @@ from ..sides.environment import describe_side
 from ..sides.fault import Fault
 from ..sides.http_server import Reading, Served, Tops, read_server
 from ..sides.reference import total
-from ..sides.steps import NEW_TOKENS, make_owned_steps, owned_rows, where
+from ..sides.steps import NEW_TOKENS, make_owned_steps, where
 from ..sides.subject import HostWeights, Subject, Target, checkpoint_of, name_sides, parse_target
 from .bench import Bench, Schedule
 from .model import LIMITS, Caches, Comparison, Streams
@@ -74,7 +74,7 @@ def compare_ends(
 
     Raises ConfigError, BackendUnavailable, NotComparable, InfrastructureError.
     """
-    mode, names = mode_of(subject.dtype), name_sides(sides)
+    mode, named = mode_of(subject.dtype), name_sides(sides)
     served = _read_server(subject, sides, prompts, positions, progress)
     dumped = [side for side in sides if isinstance(side, str) and side.startswith(DUMP)]
     if len(dumped) > 1 or (dumped and served is not None):
@@ -83,13 +83,13 @@ def compare_ends(
     prompts = prompts if served is None else served.prompts
     prompts = prompts if dump is None else dump.prompts
     new_tokens = NEW_TOKENS if dump is None else 1  # a dump may have short prompts
-    steps, owners = zip(*make_owned_steps(subject, prompts, new_tokens), strict=True)
+    owned = list(make_owned_steps(subject, prompts, new_tokens))
     benches: dict[str, Bench] = {}
     whole: dict[str, Sequence[np.ndarray]] = {}
     about: dict[str, Any] = {}
     dumps: tuple[str, Dump] | None = None
     try:
-        for name, side in zip(names, sides, strict=True):
+        for name, side in named.items():
             progress(f"loading {side}")
             if isinstance(side, Target):
                 fault = (faults or {}).get(name[0])
@@ -103,12 +103,12 @@ def compare_ends(
             elif dump is not None:
                 about[name] = {"target": str(side), "device": dump.engine, "plan": "?"}
                 dumps = name, dump
-        ends = _Ends(subject, benches, mode, names, owners, whole, served, dumps)
-        diff = ends.run(steps, progress)
+        ends = _Ends(subject, benches, mode, list(named), whole, served, dumps)
+        diff = ends.run_owned(owned, progress)
     finally:
         for bench in benches.values():
             bench.close()
-    diff.sides = tuple(names)
+    diff.sides = tuple(named)
     diff.environment["sides"] |= about
     if served is not None:
         _judge_server(diff, ends, served, server_logits)
@@ -154,16 +154,15 @@ def _judge_server(diff: Diff, ends: _Ends, served: Served, server_logits: str) -
 class _Ends(Comparison):
     """A comparison of ends: `whole` has logits by prompt [position vocab], of workers in `benches`
     too, `served` what a server named, `dump` a side's name and what it has, behind layers too.
-    `owners` are the prompts of each step's requests.
     """
 
     def __init__(
         self, subject: Subject, benches: Mapping[str, Bench], mode: Mode, names: Sequence[str],
-        owners: Sequence[Sequence[int]], whole: Mapping[str, Sequence[np.ndarray]],
-        served: Served | None = None, dump: tuple[str, Dump] | None = None,
+        whole: Mapping[str, Sequence[np.ndarray]], served: Served | None = None,
+        dump: tuple[str, Dump] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(subject, {}, mode, layers=(), taps=())
-        self._benches, self._names, self._owners, self._whole = benches, names, owners, whole
+        self._benches, self._names, self._whole = benches, names, whole
         self._readings: dict[tuple[int, int], list[Reading]] = {}
         for reading in served.readings if served is not None else ():
             self._readings.setdefault((reading.prompt, reading.position), []).append(reading)
@@ -196,20 +195,16 @@ class _Ends(Comparison):
         if self._dump is None or name not in self._dump[1].names:
             return
         side, dump = self._dump
-        got = dump.rows(name, self._places())
+        got = dump.rows(name, self.places())
         exact, faithful = (right[is_exact][: self.real] for is_exact in (True, False))
         self._foreign(side, got, exact, faithful, "inherited", layer, name)
-
-    def _places(self) -> list[tuple[int, int]]:
-        """(prompt, position) of each row of the step."""
-        return list(owned_rows(self.step, self._owners[self.number]))
 
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
         """Compare the first side with each other one."""
         known = self._known(exact, faithful)
         exact, faithful = exact[: self.real], faithful[: self.real]
         rows: dict[str, np.ndarray] = {}
-        places = self._places()
+        places = self.places()
         if self._dump is not None and "logits" in self._dump[1].names:
             side, dump = self._dump
             rows[side] = dump.rows("logits", places)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -35,11 +35,17 @@ from ..progress import Progress, silent
 from ..sides.environment import describe
 from ..sides.fault import Fault
 from ..sides.jitter import HALF_ULP32, Jitter
-from ..sides.passes import run_stepwise
+from ..sides.passes import Stepwise
 from ..sides.reference import State, reference_of, sources_of, storage_dtype, total
 from ..sides.sampling import chooser_of, sampled_rows, sampling_field
 from ..sides.side import Executed, Program, Side, open_sides, plan_of
-from ..sides.steps import cache_shapes, pages_of, place, real_tokens, where
+from ..sides.steps import (
+    empty_caches,
+    owned_rows,
+    place,
+    real_tokens,
+    where,
+)
 from ..sides.subject import HostWeights, Subject, Target, name_sides
 from ..sides.taps import Call, Declared, Tracer, declare
 from .exact import ExactComparison
@@ -118,10 +124,8 @@ class Comparison:
                 self.diff, judged.name, judged.side, self.weights
             )
 
-    def _first_caches(self, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-        # Layers of one shape share what nobody has written yet.
-        empty = {shape: np.full(shape, np.nan, self.dtype) for shape in shapes}
-        caches = [empty[shape] for shape in shapes]
+    def _first_caches(self, steps: Sequence[StepInput]) -> list[np.ndarray]:
+        caches = empty_caches(self.subject, steps)
         for index, given in enumerate(self._given):
             caches[index] = caches[index].copy()
             caches[index][: len(given)] = given.astype(self.dtype)
@@ -135,8 +139,7 @@ class Comparison:
         if not steps:
             raise NotComparable("there are no steps to compare")
         started = time.perf_counter()
-        # Slots that nobody wrote hold NaN: whoever reads one shows it.
-        start = self._first_caches(cache_shapes(self.subject, pages_of(steps)))
+        start = self._first_caches(steps)
         self._kv = [{True: x.astype(np.float64), False: x} for x in start]
         self._steps, self._start = steps, start
         for judged in self.sides:
@@ -154,6 +157,17 @@ class Comparison:
         self.diff.seconds = time.perf_counter() - started
         return self.diff
 
+    def run_owned(
+        self, owned: Iterable[tuple[StepInput, list[int]]], progress: Progress = silent
+    ) -> Diff:
+        """`run`, of steps with the prompts that their requests are of."""
+        steps, self._owners = zip(*owned, strict=True)
+        return self.run(steps, progress)
+
+    def places(self) -> list[tuple[int, int]]:
+        """(prompt, position) of each row of the step, in `run_owned`."""
+        return list(owned_rows(self.step, self._owners[self.number]))
+
     def _step(self, number: int, step: StepInput) -> None:
         self.number, self.step, self.real = number, step, real_tokens(step)
         for reference in (self.exact, self.faithful, self.local, self.local_faithful):
@@ -165,7 +179,8 @@ class Comparison:
                 check_page_tables(self.diff, judged.name, step, ran.page_tables, groups)
         self.family = Family(self.steps * max(self._comparisons(), 1))
         self._numbers, self._made = float(self.real * self.model.hidden_size), {}
-        _, self._kv = run_stepwise(self._embed, self._layer, self._end, self._kv, self.sources)
+        walk = Stepwise(self.sources, self._embed, self._layer, self._end)
+        _, self._kv = walk.run(self._kv)
 
     def _comparisons(self) -> int:
         """Limits in a step, of all sides."""
@@ -532,8 +547,8 @@ def compare_model(
     `b`, ...): for tests.
     """
 
-    names = name_sides(targets)
-    merged = Diff(tuple(names))
+    named = name_sides(targets)
+    merged = Diff(tuple(named))
     for mode in modes:
         where_ = subject.for_mode(mode)
         progress(f"mode {mode}: loading")
@@ -541,7 +556,7 @@ def compare_model(
         def tell(text: str, mode: str = mode) -> None:
             progress(f"mode {mode}: {text}")
 
-        with open_sides(where_, dict(zip(names, targets, strict=True)), steps, faults) as sides:
+        with open_sides(where_, named, steps, faults) as sides:
             if mode == "X":
                 diff = ExactComparison(where_).run(sides, steps, layers, tell)
             else:

@@ -91,8 +91,8 @@ class OpResult:
 
 @dataclass(slots=True)
 class OpsReport(Report):
-    """All results. `absent` are implementations that were not judged and why, `missing` what had
-    to be compared. `undefined` are ops whose definition nothing was compared with.
+    """All results. `absent` are implementations that were not judged and why, `undefined` ops whose
+    definition nothing was compared with.
     """
 
     kind = "ops"
@@ -100,7 +100,6 @@ class OpsReport(Report):
     devices: dict[str, str]
     results: list[OpResult] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
     undefined: list[str] = field(default_factory=list)
 
     @property
@@ -112,10 +111,6 @@ class OpsReport(Report):
     def compared(self) -> int:
         """How many cases were compared."""
         return sum(r.compared for r in self.results)
-
-    @property
-    def is_wrong(self) -> bool:
-        return bool(self.failures)
 
     @property
     def has_compared(self) -> bool:
@@ -155,11 +150,12 @@ def check_ops(
             raise ConfigError(
                 f"target: {target} has {', '.join(target.options)}, which single ops do not know"
             )
-    sides = tuple(name_sides(targets))
-    devices = [backend_module(target.backend).find_device(target.device) for target in targets]
-    report = OpsReport(
-        sides, {s: f"{d.platform} {d.name}" for s, d in zip(sides, devices, strict=True)}
-    )
+    sides = {
+        name: (target, backend_module(target.backend).find_device(target.device))
+        for name, target in name_sides(targets).items()
+    }
+    devices = {name: f"{device.platform} {device.name}" for name, (_, device) in sides.items()}
+    report = OpsReport(tuple(sides), devices)
     started = time.perf_counter()
     for target in targets:
         backend_module(target.backend, "plans")  # registers the kernels
@@ -175,7 +171,7 @@ def check_ops(
             report.absent.append(f"{name} has no case in mode {', '.join(modes)}")
             continue
         _check_definition(report, name, cases)
-        for side, target, device in zip(sides, targets, devices, strict=True):
+        for side, (target, device) in sides.items():
             if planned and name not in target.providers:
                 continue
             for provider, implementation in _runnable(name, target, device.platform, side, report):

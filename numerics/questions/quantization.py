@@ -62,8 +62,6 @@ class QuantizationReport(Report):
     clear: int = 0
     clear_top1: float = 0.0
     layers: list[LayerCost] = field(default_factory=list)
-    missing = ()
-    is_wrong = False
     has_compared = True
 
     @property

@@ -247,8 +247,7 @@ def replay(
     if not targets:
         raise ConfigError("on: got no target, at least one is needed")
     recorded: dict[str, Side] = {f"{RECORDED} {bundle.name}": Recording(bundle)}
-    named = dict(zip(name_sides(targets), targets, strict=True))
-    with open_sides(bundle.subject, named, bundle.inputs, faults, progress) as sides:
+    with open_sides(bundle.subject, name_sides(targets), bundle.inputs, faults, progress) as sides:
         diff = FromStart(bundle, recorded | sides).run(bundle.inputs, progress)
     diff.environment["bundle"] = {"source": bundle.source, "steps": len(bundle.steps)}
     return diff

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from ..judging.server_metrics import GROWTH
 from ..progress import Progress, silent
 from ..showing.report import rollout_facts
 from ..sides.serving import Answer, Ask, serve
-from ..sides.steps import default_prompts, make_owned_steps, owned_rows
+from ..sides.steps import default_prompts, make_owned_steps
 from ..sides.subject import Subject, Target, name_sides
 from .model import Comparison
 
@@ -102,12 +102,6 @@ class RolloutReport(Report):
     sigma: float
     limit: float
     perplexity: Perplexity | None
-    problems: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-
-    @property
-    def is_wrong(self) -> bool:
-        return bool(self.problems)
 
     @property
     def has_compared(self) -> bool:
@@ -155,8 +149,9 @@ def check_rollout(
     differences = [y[FIRST - 1 :] - x for x, y in zip(a, b, strict=False)]
     delta = np.concatenate(differences)
     progress("the noise of the references")
-    noises = _Noise(subject, [ids[: JUDGED + 1] for ids in sequences[:SEQUENCES]]).judge(progress)
-    known = _known(differences, noises)
+    noise = _Noise(subject, [ids[: JUDGED + 1] for ids in sequences[:SEQUENCES]])
+    noise.run_owned(make_owned_steps(subject, noise.sequences, 1), progress)
+    known = _known(differences, noise.found)
     sigma, limit = _sigma(subject.dtype, *known[1:])
     growth, growth_limit = _growth(*known)
     report = RolloutReport(
@@ -234,18 +229,12 @@ class _Noise(Comparison):
     def __init__(self, subject: Subject, sequences: Sequence[np.ndarray]) -> None:
         super().__init__(subject, {}, "P", layers=(), taps=())
         self.found = [np.full(len(ids) - 1, np.nan) for ids in sequences]
-        self._sequences = sequences
-
-    def judge(self, progress: Progress) -> list[np.ndarray]:
-        steps, self._owners = zip(*make_owned_steps(self.subject, self._sequences, 1), strict=True)
-        self.run(steps, progress)
-        return self.found
+        self.sequences = sequences
 
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
-        for row, place in enumerate(owned_rows(self.step, self._owners[self.number])):
-            sequence, position = place
+        for row, (sequence, position) in enumerate(self.places()):
             if position < len(self.found[sequence]):
-                token = self._sequences[sequence][position + 1]
+                token = self.sequences[sequence][position + 1]
                 right, noisy = (log_softmax(x[row])[token] for x in (exact, faithful))
                 self.found[sequence][position] = noisy - right
 

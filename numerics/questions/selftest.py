@@ -1,5 +1,5 @@
 """`twinfer numerics selftest`: is what the comparison promises true? Every catalogued fault
-planted, 20 clean runs.
+planted, 20 clean runs. The package catalogues one of each kind, the tests all others.
 
 A fault must be seen by at least one mode on every backend, and modes S and P must blame the layer
 and the op that it is in. A clean run must not alarm. Faults of the model are planted in the last
@@ -13,20 +13,13 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from ...shared.config import DeviceInfo, ResolvedConfig
 from ...shared.errors import ConfigError
-from ...shared.models.caches import layout_of
-from ...shared.models.config import ModelConfig
 from ...shared.step import StepInput
-from ...shared.worker import Worker, create_worker
-from ..faults.catalogue import CATALOGUE
-from ..faults.engine import ENGINE_FAULTS, EngineFault, Planted
-from ..faults.making import Entry
-from ..faults.planting import plant
+from ..faults.catalogue import CATALOGUE, plant
 from ..judging.diff import Diff
 from ..judging.gates import ALL_MODES
 from ..judging.record import Report
@@ -122,10 +115,6 @@ class SelfTest(Report):
     def has_compared(self) -> bool:
         return bool(self.faults or self.clean)
 
-    @property
-    def missing(self) -> list[str]:
-        return [] if self.is_wrong or self.has_compared else ["selftest"]
-
     def body(self) -> dict[str, Any]:
         return {
             "sides": self.sides, "modes": self.modes,
@@ -161,39 +150,40 @@ def selftest(
     Raises ConfigError for an unknown fault, BackendUnavailable.
     """
     for name in names:
-        if name not in ENGINE_FAULTS:
-            plant(name)
+        plant(name)
     if seeds < 0:
         raise ConfigError(f"seeds: got {seeds}, allowed is at least 0")
-    entries = [
-        e for e in CATALOGUE.values() if set(modes) - {"I"} and (not names or e.name in names)
+    in_steps, in_engine = set(modes) - {"I"}, "I" in modes
+    faults = [
+        fault
+        for fault in CATALOGUE.values()
+        if (in_engine if fault.place == "engine" else in_steps)
+        and (not names or fault.name in names)
     ]
-    states = [f for f in ENGINE_FAULTS.values() if "I" in modes and (not names or f.name in names)]
-    sides = tuple(name_sides(targets))
-    report = SelfTest(sides, tuple(modes), [FaultResult(e.name, e.what, e.place) for e in entries])
-    report.faults += [FaultResult(fault.name, fault.what, "engine") for fault in states]
+    sides = name_sides(targets)
+    report = SelfTest(
+        tuple(sides), tuple(modes), [FaultResult(f.name, f.what, f.place) for f in faults]
+    )
     results = report.by_name()
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="twinfer-selftest-") as folder:
-        for mode in [mode for mode in modes if mode != "I"]:
-            bench = _Bench(Path(folder), dict(zip(sides, targets, strict=True)), mode)
-            for entry in entries:
-                if entry.place != "ops":
-                    sights = bench.look(entry)
-                    results[entry.name].sights += sights
-                    progress(f"mode {mode}: {entry.name}: {_told(sights)}")
+        for mode in modes:
+            kind = _Invariants if mode == "I" else _Bench
+            bench = kind(Path(folder), sides, mode)
+            for fault in faults:
+                if fault.place in bench.places:
+                    sights = bench.look(fault)
+                    results[fault.name].sights += sights
+                    progress(f"mode {mode}: {fault.name}: {_told(sights)}")
             for seed in range(FIRST_SEED, FIRST_SEED + seeds):
                 alarms = list(bench.clean(seed))
                 report.alarms += alarms
                 report.clean += len(sides)
                 progress(f"mode {mode}: clean seed {seed}: {alarms or 'no alarm'}")
-        for side, target in zip(sides, targets, strict=True) if "I" in modes else ():
-            with _Engine(Path(folder) / side[0], target) as engine:
-                _look_at_engine(engine, side, states, seeds, report, progress)
-    for entry in entries:
-        if entry.place == "ops":
-            results[entry.name].sights += _look_at_ops(entry, targets, sides, modes)
-            progress(f"ops: {entry.name}: {_told(results[entry.name].sights)}")
+    for fault in faults:
+        if fault.place == "ops":
+            results[fault.name].sights += _look_at_ops(fault, sides, modes)
+            progress(f"ops: {fault.name}: {_told(results[fault.name].sights)}")
     report.seconds = time.perf_counter() - started
     return report
 
@@ -205,6 +195,9 @@ def _told(sights: Sequence[Sight]) -> str:
 
 class _Bench:
     """Models of one mode. Each fault, and each clean run, has workers of its own."""
+
+    places = "layer", "top"
+    """Of the faults that it shows."""
 
     def __init__(self, folder: Path, targets: Mapping[str, Target], mode: str) -> None:
         self.folder, self.targets, self.mode = folder / mode, targets, mode
@@ -225,15 +218,15 @@ class _Bench:
                 return exact.run(sides, steps)
             return Comparison(subject, sides, self.mode).run(steps)  # type: ignore[arg-type]
 
-    def look(self, entry: Entry) -> list[Sight]:
+    def look(self, fault: Fault) -> list[Sight]:
         """Plant a fault in the last layer (or where it belongs) and run one step, a ragged batch
         of prompts.
         """
-        fault = entry.fault(LAYER if entry.place == "layer" else None)
-        diff = self._compare(self.subject, self.steps[:1], self.exact, fault)
-        return [self._sight(diff, side, entry) for side in self.targets]
+        planted = replace(fault, layer=LAYER) if fault.place == "layer" else fault
+        diff = self._compare(self.subject, self.steps[:1], self.exact, planted)
+        return [self._sight(diff, side, planted) for side in self.targets]
 
-    def _sight(self, diff: Diff, side: str, entry: Entry) -> Sight:
+    def _sight(self, diff: Diff, side: str, fault: Fault) -> Sight:
         first = diff.first_divergence(side)
         problem = next((text for text in diff.problems if text.startswith(side)), "")
         if first is None:
@@ -241,10 +234,8 @@ class _Bench:
         found = f"{first.name}: {first.complaints[0]}"
         if self.mode == "X":
             return Sight(side, self.mode, found)
-        ops = (*entry.ops, *entry.shown_by)
-        layer = LAYER if entry.place == "layer" else -1
-        if entry.tables is not None:
-            layer = 0  # all layers have the same tables
+        ops = (*fault.ops, *fault.shown_by)
+        layer = fault.layer if fault.tables is None else 0  # all layers have the same tables
         return Sight(
             side, self.mode, found, first.layer == layer and any(op in first.tap for op in ops)
         )
@@ -268,56 +259,46 @@ class _Bench:
             yield f"mode {self.mode}, seed {seed}, {text}"
 
 
-class _Engine:
-    """Two workers of a target, with page groups and without, which serve all faults and all clean
-    runs: only prompts change with the seed.
-    """
+class _Invariants:
+    """Mode I. Only prompts change with the seed."""
 
-    def __init__(self, folder: Path, target: Target) -> None:
-        self.subject, self.target = open_model(folder, FIRST_SEED).with_dtype("float32"), target
-        self.planted: dict[bool, Planted] = {}
+    places = ("engine",)
 
-    def __enter__(self) -> _Engine:
-        return self
+    def __init__(self, folder: Path, targets: Mapping[str, Target], mode: str) -> None:
+        self.subject = open_model(folder / mode, FIRST_SEED).with_dtype("float32")
+        self.targets = targets
 
-    def __exit__(self, *error: object) -> None:
-        for planted in self.planted.values():
-            planted.worker.close()
+    def look(self, fault: Fault) -> list[Sight]:
+        """What the invariants find first."""
+        found = {side: next(self._run(side, FIRST_SEED, fault), "") for side in self.targets}
+        return [Sight(side, "I", text) for side, text in found.items()]
 
-    def run(self, seed: int, fault: EngineFault | None = None) -> Iterator[str]:
-        """What the invariants say of the prompts of a seed."""
+    def clean(self, seed: int) -> Iterator[str]:
+        """Run the prompts of a seed without a fault; yields what is found."""
+        for side in self.targets:
+            for text in self._run(side, seed):
+                yield f"{side}: mode I, seed {seed}, {text}"
 
-        def create(
-            model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str
-        ) -> Worker:
-            key = config.page_groups
-            if key not in self.planted:
-                groups = layout_of(model, config).groups
-                worker = create_worker(model, config, device, folder)
-                self.planted[key] = Planted(worker, groups)
-            self.planted[key].plant(fault)
-            # It passes on what it does not define.
-            return cast(Worker, self.planted[key])
-
-        prompts = default_prompts(self.subject, seed)
+    def _run(self, side: str, seed: int, fault: Fault | None = None) -> Iterator[str]:
         report = check_invariants(
-            self.subject, self.target, prompts, names=RELATIONS, modes=("S",), create=create
-        )
+            self.subject, self.targets[side], default_prompts(self.subject, seed),
+            names=RELATIONS, modes=("S",), fault=fault,
+        )  # fmt: skip
         yield from (f"{result.relation}: {result.complaints[0]}" for result in report.failures)
         if fault is None:
             yield from report.missing
 
 
 def _look_at_ops(
-    entry: Entry, targets: Sequence[Target], sides: Sequence[str], modes: Sequence[str]
+    fault: Fault, sides: Mapping[str, Target], modes: Sequence[str]
 ) -> Iterator[Sight]:
     """A fault of an op that the model does not call: its own cases, on every side, for every
     implementation.
     """
-    fault: Fault = entry.fault()
     looking = tuple(mode for mode in ALL_MODES if mode in modes)
-    report = check_ops(targets, list(entry.ops), {side[0]: fault for side in sides}, looking)
-    for side, target in zip(sides, targets, strict=True):
+    planted = {side[0]: fault for side in sides}
+    report = check_ops(list(sides.values()), list(fault.ops), planted, looking)
+    for side, target in sides.items():
         for mode in looking:
             rows = [row for row in report.results if row.side == side and row.mode == mode]
             # One that takes no case with the fault in it, such as no narrow cache, is no witness.
@@ -331,27 +312,6 @@ def _look_at_ops(
                     mode,
                     f"{wrong[0].name}: {wrong[0].complaints[0]}" if seen and wrong else "",
                 )
-
-
-def _look_at_engine(
-    engine: _Engine,
-    side: str,
-    faults: Sequence[EngineFault],
-    seeds: int,
-    report: SelfTest,
-    progress: Progress,
-) -> None:
-    """Mode I on one side: each of `faults` planted, then `seeds` runs without one."""
-    results = report.by_name()
-    for fault in faults:
-        sight = Sight(side, "I", next(iter(engine.run(FIRST_SEED, fault)), ""))
-        results[fault.name].sights.append(sight)
-        progress(f"mode I: {fault.name}: {_told([sight])}")
-    for seed in range(FIRST_SEED, FIRST_SEED + seeds):
-        alarms = [f"{side}: mode I, seed {seed}, {text}" for text in engine.run(seed)]
-        report.alarms += alarms
-        report.clean += 1
-        progress(f"mode I: clean seed {seed} on {side}: {alarms or 'no alarm'}")
 
 
 def _marks(fault: FaultResult, side: str, modes: Sequence[str]) -> list[str]:

@@ -39,7 +39,7 @@ from ..progress import Progress, silent
 from ..sides.reference import total
 from ..sides.sampling import sample
 from ..sides.serving import Answer, Ask, Served, serve
-from ..sides.steps import default_prompts, make_owned_steps, owned_rows
+from ..sides.steps import default_prompts, make_owned_steps
 from ..sides.subject import HostWeights, Subject, Target, name_sides
 from .logits import TRANSFORMERS, transformers_logits
 from .model import Caches, Comparison, Streams
@@ -140,17 +140,17 @@ def check_served(
     `definition` says whether transformers is asked about the reference; auto: if it is installed.
     Raises ConfigError, ModelError, BackendUnavailable, NotComparable.
     """
-    names = name_sides(targets)
+    named = name_sides(targets)
     if definition == "auto" and find_spec(TRANSFORMERS) is None:
         said: str | None = f"not checked, {TRANSFORMERS} is not installed"
     else:
         said = "not checked" if definition == "off" else None
-    whole = Diff(tuple(names))
+    whole = Diff(tuple(named))
     for mode in modes:
         where = subject.for_mode(mode)
         if mode == "P" and subject.dtype == "float32" and "S" in modes:
             continue
-        diff = _check(where, dict(zip(names, targets, strict=True)), mode, prompts, said, progress)
+        diff = _check(where, named, mode, prompts, said, progress)
         whole.extend(diff)
         whole.environment |= diff.environment
         said = whole.environment["definition"]
@@ -334,8 +334,8 @@ class _Positions(Comparison):
 
     def judge(self, progress: Progress) -> Diff:
         """The verdicts on all runs."""
-        steps, self.owners = zip(*make_owned_steps(self.subject, self.sequences, 1), strict=True)
-        diff = self.run(steps, lambda text: progress(f"reference: {text}"))
+        owned = make_owned_steps(self.subject, self.sequences, 1)
+        diff = self.run_owned(owned, lambda text: progress(f"reference: {text}"))
         left = sum(len(wanted) for wanted in self._wanted.values())
         if left:
             diff.missing.append(f"{left} served positions: the reference did not compute them")
@@ -357,9 +357,8 @@ class _Positions(Comparison):
         return diff
 
     def _embed(self) -> Streams:
-        rows = list(owned_rows(self.step, self.owners[self.number]))
         for passes in self._passes.values():
-            passes.begin(rows)
+            passes.begin(self.places())
         streams = super()._embed()
         self._look(0, streams)
         return streams
@@ -383,7 +382,7 @@ class _Positions(Comparison):
 
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
         vocab = self.model.vocab_size
-        for row, place in enumerate(owned_rows(self.step, self.owners[self.number])):
+        for row, place in enumerate(self.places()):
             if place[0] < DEFINED:
                 self.kept[place] = exact[row]
             for wanted in self._wanted.pop(place, ()):

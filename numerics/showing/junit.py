@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from xml.etree import ElementTree
 
+from ..errors import NOT_COMPARED
+from ..judging.record import Report
 
-def suite_xml(cases: Mapping[tuple[str, str], Sequence[str]], missing: Sequence[str]) -> str:
-    """The XML text of test cases, their complaints by (group, name), and of what was not
-    compared.
-    """
+
+def suite_xml(report: Report) -> str:
+    """The XML text of a report's cases, and of what was not compared."""
+    cases, missing = report.cases(), report.missing
+    if report.exit_code == NOT_COMPARED:
+        missing = missing or [report.kind]
     suite = ElementTree.Element(
         "testsuite", name="twinfer numerics", tests=str(len(cases) + len(missing))
     )

@@ -56,6 +56,7 @@ def page(record: Record) -> str:
         environment = jinja2.Environment(
             autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
         )
+        environment.filters["brief"] = _brief
         template = environment.from_string(
             resources.files(__package__).joinpath("report.html").read_text("utf-8")
         )
@@ -72,43 +73,16 @@ def _context(record: Record) -> dict[str, Any]:
     sides = list(record["sides"])
     modes = [mode for mode in ("X", "S", "P") if any(f["mode"] == mode for f in findings)]
     return {
-        "verdict": record["verdict"].capitalize(),
-        "good": record["exit_code"] == EQUAL,
-        "exit_code": record["exit_code"],
+        "record": {"first_divergence": None, "logits": [], "served": [], **record},
         "triage": _triage(record),
-        "first": record.get("first_divergence"),
-        "sides": [
-            {"name": name, "letter": "ab"[i] if i < 2 else "c"} for i, name in enumerate(sides)
-        ],
+        "sides": [{"name": name, "letter": "abc"[min(i, 2)]} for i, name in enumerate(sides)],
         "facts": _facts(record, findings),
         "environment": _environment(record, sides),
         "modes": [_mode([f for f in findings if f["mode"] == mode], sides, mode) for mode in modes],
         "worst": _worst(findings),
-        "logits": [_logits(entry) for entry in record.get("logits", [])],
-        "served": record.get("served", []),
-        "flips": [
-            {**flip, "mode": entry.get("mode", ""), "ratio": _ratio(flip)}
-            for entry in record.get("logits", [])
-            for flip in entry["flips"]
-        ],
-        "ops": _ops(record["results"], sides) if kind == "ops" else [],
+        "ops": _ops(record["results"]) if kind == "ops" else [],
         "rows": ROWS[kind](record) if kind in ROWS else [],
-        "problems": [
-            *record.get("problems", []),
-            *(
-                f"logits, mode {e.get('mode')}: {c}"
-                for e in record.get("logits", [])
-                for c in e["complaints"]
-            ),
-            *(
-                f"{e['side']}, {e['run']}: {c}"
-                for e in record.get("served", [])
-                for c in e["complaints"]
-            ),
-        ],
-        "missing": record.get("missing", []),
         "notes": [*record.get("notes", []), *record.get("absent", [])],
-        "command": record["command"],
     }
 
 
@@ -441,7 +415,7 @@ def _summary(findings: Sequence[Record]) -> dict[str, Any] | None:
     }
 
 
-def _worst(findings: Sequence[Record]) -> list[dict[str, Any]]:
+def _worst(findings: Sequence[Record]) -> list[Record]:
     """Where errors are largest, one row for each side, mode and tap: failing ones first, as the
     model computes them.
     """
@@ -453,51 +427,13 @@ def _worst(findings: Sequence[Record]) -> list[dict[str, Any]]:
             best[key]["share"],
         ):
             best[key] = f
-    rows = sorted(best.values(), key=lambda f: (not f["complaints"], -f["share"]))[:12]
-    return [
-        {
-            "side": f["side"], "mode": f["mode"], "step": f["step"], "place": f["place"],
-            "scope": f["scope"],
-            "name": f"layer.{f['layer']}.{f['tap']}" if f["layer"] >= 0 else f["tap"],
-            "error": f"{f['metrics']['max_abs']:.3g}", "share": _brief(f["share"]),
-            "complaints": "; ".join(f["complaints"]),
-        }
-        for f in rows
-    ]  # fmt: skip
+    return sorted(best.values(), key=lambda f: (not f["complaints"], -f["share"]))[:12]
 
 
-def _logits(entry: Record) -> dict[str, Any]:
-    nats = {
-        key: f"{float(entry[key]):.2e}" for key in ("kl_a", "kl_b", "kl_noise", "kl_ab", "kl_ba")
-    }
-    step = entry.get("step", -1)
-    return {
-        **entry,
-        **nats,
-        "top5": f"{float(entry['top5']):.3f}",
-        "step": "" if step < 0 else step,
-    }
-
-
-def _ratio(flip: Record) -> str:
-    noise = float(flip["noise"])
-    return f"{float(flip['margin']) / noise:.2f}" if noise else "–"
-
-
-def _ops(results: Sequence[Record], sides: Sequence[str]) -> list[dict[str, Any]]:
-    """Rows of `twinfer numerics ops`, worst first."""
-    rows = [
-        {
-            "letter": "ab"[sides.index(r["side"])] if r["side"] in sides[:2] else "c",
-            "name": f"{r['op']}={r['provider']}", "side": r["side"], "dtype": r["dtype"],
-            "mode": r["mode"],
-            "compared": r["compared"], "error": float(r["error"]), "gain": float(r["gain"]),
-            "case": r["case"],
-            "complaint": "; ".join(r["complaints"]),
-        }
-        for r in results
-    ]  # fmt: skip
-    return sorted(rows, key=lambda row: (not row["complaint"], -max(row["error"], row["gain"])))
+def _ops(results: Sequence[Record]) -> list[Record]:
+    """Rows of `twinfer numerics ops`, worst first, with numbers instead of names of infinities."""
+    rows = [{**r, "error": float(r["error"]), "gain": float(r["gain"])} for r in results]
+    return sorted(rows, key=lambda r: (not r["complaints"], -max(r["error"], r["gain"])))
 
 
 def _line(name: str, what: Any, wrong: Sequence[str] = ()) -> dict[str, str]:

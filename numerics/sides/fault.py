@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -26,6 +26,10 @@ from ...shared.models.spec import Layer, Model, Sublayer
 from ...shared.worker import backend_module
 from .subject import HostWeights, Subject, checkpoint_of
 
+Edit = Callable[[dict[str, np.ndarray], dict[str, Any], Any], None]
+"""Changes the fields of a step: see `faults/engine.py`."""
+Place = Literal["layer", "top", "ops", "engine"]
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -34,7 +38,13 @@ class Fault:
 
     `ops` wrap the functions of some ops; they get the framework's array namespace `xp` first.
     `weights` changes the weights of a layer. `tables` changes those of the rotary embedding, which
-    all layers share.
+    all layers share. `edit` changes the steps that a worker gets one after another.
+
+    Of one that is catalogued `what` is a sentence for people. `place`: in the layers of the model,
+    in its `top` (embedding, logits), in single `ops` that a dense decoder does not call (those can
+    be planted in `twinfer numerics ops` only), or in what an `engine` keeps between steps.
+    `shown_by` names the ops that show a fault of `weights` or `tables`. `needs` says what a model
+    must have for the fault to make a difference, and `missing` names that.
     """
 
     name: str
@@ -43,7 +53,13 @@ class Fault:
     )
     weights: Callable[[dict[str, np.ndarray], Any], dict[str, np.ndarray]] | None = None
     tables: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None
+    edit: Edit | None = None
     layer: int | None = None
+    what: str = ""
+    place: Place = "layer"
+    shown_by: tuple[str, ...] = ()
+    needs: Callable[[ModelConfig], bool] | None = None
+    missing: str = ""
 
     def at(self, layer: int) -> bool:
         """Whether the fault is in a layer; -1 is outside of layers."""

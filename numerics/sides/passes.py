@@ -46,16 +46,6 @@ class Stepwise:
     def finish(self, stream: Streams) -> Any:
         return self.end(stream)
 
-
-def run_stepwise(
-    start: Callable[[], Streams],
-    layer: Callable[[int, Streams, Any], tuple[Streams, Any]],
-    end: Callable[[Streams], Any],
-    caches: Sequence[Any],
-    sources: Sequence[int] | None = None,
-) -> tuple[Any, Caches]:
-    """(what `end` gives, the caches behind the pass). Without `sources` each layer reads its own
-    cache.
-    """
-    own = range(len(caches)) if sources is None else sources
-    return decoder.forward(Stepwise(own, start, layer, end), list(caches))
+    def run(self, caches: Sequence[Any]) -> tuple[Any, Caches]:
+        """(what `end` gives, the caches behind the pass)."""
+        return decoder.forward(self, list(caches))

@@ -23,7 +23,7 @@ from ...shared.models import decoder
 from ...shared.models.config import ModelConfig
 from ...shared.models.spec import source_of
 from ...shared.step import StepInput
-from .passes import run_stepwise
+from .passes import Stepwise
 from .subject import HostWeights, Subject
 from .taps import Call, Tracer
 
@@ -133,9 +133,9 @@ class Reference:
             behind((hidden, residual, cache))
             return (hidden, residual), cache
 
-        return run_stepwise(
-            start, layer, lambda stream: self.finish(top, *stream), caches, sources_of(self.model)
-        )
+        return Stepwise(
+            sources_of(self.model), start, layer, lambda stream: self.finish(top, *stream)
+        ).run(caches)
 
     def run_steps(
         self, weights: HostWeights, start: Sequence[np.ndarray], steps: Sequence[StepInput]

@@ -96,18 +96,24 @@ def finished_rows(step: StepInput, last: np.ndarray) -> np.ndarray:
     return np.intersect1d(real, kept) if dropped else real
 
 
-def own_pages(
-    step: StepInput, layout: CacheLayout, layer: int, before: np.ndarray, after: np.ndarray
-) -> np.ndarray:
-    """The cache of a layer after a step, of `after`, the buffer that it shares with layers of other
-    page groups: without what these wrote to pages of theirs.
+def own_cache(
+    step: StepInput, layout: CacheLayout, layer: int, own: np.ndarray, before: np.ndarray,
+    after: np.ndarray,
+) -> np.ndarray:  # fmt: skip
+    """The cache of a layer after a step; `own` is the one before it. A layer shares its buffer,
+    which the step changed from `before` to `after`, with layers of other page groups: what these
+    wrote to slots of theirs is left out.
     """
-    found = after if len(layout.groups) == 1 else after.copy()
-    for number, group in enumerate(layout.groups):
+    if len(layout.groups) == 1:
+        return after
+    rows = [x.reshape(-1, *x.shape[2:]) for x in (own.copy(), before, after)]
+    bits = [np.ascontiguousarray(x).view(np.uint8).reshape(len(x), -1) for x in rows[1:]]
+    changed = (bits[0] != bits[1]).any(1)
+    for number in range(len(layout.groups)):
         if number != layout.places[layer].group:
-            pages = np.unique(written_slots(step, number) // group.page_size)
-            found[pages] = before[pages]
-    return found
+            changed[written_slots(step, number)] = False
+    rows[0][changed] = rows[2][changed]
+    return rows[0].reshape(own.shape)
 
 
 class Side(Protocol):
@@ -199,10 +205,10 @@ class WorkerSide:
         for layer, cache in enumerate(start):
             if self._sources[layer] == layer:
                 self._worker.write_pages(layer, range(len(cache)), cache)
-        self._cache: Sequence[np.ndarray] = list(start)
+        self._buffers = self._own = list(start)
 
     def execute(self, step: StepInput) -> Executed:
-        before = self._cache
+        held, before = self._buffers, self._own
         # What is sampled changes nothing here, and a sampler more is a program more.
         plain = replace(
             step, sampler="greedy", logprobs=False, processors=None, prompt_targets=None,
@@ -211,11 +217,11 @@ class WorkerSide:
         output = self._worker.execute(plain).result()
         page_tables = np.array(self._worker.read_page_tables())
         pages = range(self._pages)
-        own = {source: self._worker.read_pages(source, pages) for source in set(self._sources)}
-        self._cache = [own[source] for source in self._sources]
-        after = [
-            own_pages(step, self._layout, layer, *both)
-            for layer, both in enumerate(zip(before, self._cache, strict=True))
+        found = {source: self._worker.read_pages(source, pages) for source in set(self._sources)}
+        self._buffers = [found[source] for source in self._sources]
+        self._own = after = [
+            own_cache(step, self._layout, layer, *caches)
+            for layer, caches in enumerate(zip(before, held, self._buffers, strict=True))
         ]
         # Written once more, the cache stays as it is.
         logits = np.asarray(self._worker.logits(plain))[: real_tokens(step)]

@@ -14,10 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from ...bucketing import Table
+from ...ops.namespaces import namespace
 from ...shared.errors import ConfigError, RequestError
 from ...shared.packer import pack
 from ...shared.page_groups import PageGroup
 from ...shared.request import Request
+from ...shared.request_table import ScheduledStep
 from ...shared.sampling_params import SamplingParams
 from ...shared.scheduler import Scheduler
 from ...shared.scheduler_config import SchedulerConfig
@@ -135,11 +137,23 @@ def make_owned_steps(
         _check(ids, index, subject, new_tokens)
         params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
         scheduler.add(Request(str(index), ids[: len(ids) - new_tokens], params, seed=index))
-    step_id = 0
+    for step, owners, _ in forced_steps(scheduler, shape, prompts):
+        yield step, owners
+
+
+def forced_steps(
+    scheduler: Scheduler, shape: StepShape, prompts: Sequence[np.ndarray], first_id: int = 1
+) -> Iterator[tuple[StepInput, list[int], ScheduledStep]]:
+    """The steps of a scheduler until it has no work, with their page tables: each request goes on
+    with the tokens of the prompt whose number its name begins with. With each step these numbers,
+    and what was scheduled.
+    """
+    step_id = first_id
     while (scheduled := scheduler.schedule()) is not None:
+        owners = [int(request.request_id.partition("/")[0]) for request in scheduled.requests]
+        step = pack(scheduled, scheduler.table, shape, step_id, with_page_table=True)
+        yield step, owners, scheduled
         step_id += 1
-        owners = [int(request.request_id) for request in scheduled.requests]
-        yield pack(scheduled, scheduler.table, shape, step_id, with_page_table=True), owners
         following = [prompts[owner] for owner in owners]
         tokens = [
             ids[min(end, len(ids) - 1)]
@@ -195,6 +209,16 @@ def cache_shapes(subject: Subject, pages: int) -> list[tuple[int, ...]]:
     """The cache of each layer [page slot 2*kvhead hdim]."""
     layout = subject.layout
     return [(pages, *layout.page_shape(layer)) for layer in range(subject.model.num_layers)]
+
+
+def empty_caches(subject: Subject, steps: Sequence[StepInput]) -> list[np.ndarray]:
+    """The cache of each layer before the first step. Slots that nobody wrote hold NaN: whoever
+    reads one shows it. Layers of one shape share it.
+    """
+    dtype = namespace("numpy").float_dtype(subject.dtype)
+    shapes = cache_shapes(subject, pages_of(steps))
+    empty = {shape: np.full(shape, np.nan, dtype) for shape in shapes}
+    return [empty[shape] for shape in shapes]
 
 
 def real_tokens(step: StepInput) -> int:

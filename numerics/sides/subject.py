@@ -57,9 +57,9 @@ class Target:
         return ":".join([self.backend, self.device, *([",".join(parts)] if parts else [])])
 
 
-def name_sides(sides: Iterable[object]) -> list[str]:
-    """`a jax:cpu`, `b torch:cpu`, ..."""
-    return [f"{chr(ord('a') + index)} {side}" for index, side in enumerate(sides)]
+def name_sides(sides: Iterable[Any]) -> dict[str, Any]:
+    """Sides by name: `a jax:cpu`, `b torch:cpu`, ..."""
+    return {f"{chr(ord('a') + index)} {side}": side for index, side in enumerate(sides)}
 
 
 def _switch(text: str) -> bool:

@@ -50,7 +50,7 @@ FAINTEST = """(() => {
 
 
 @pytest.mark.parametrize(
-    "plant", [[], ["--plant", "attention-scale-1e-2@1"]], ids=["right", "wrong"]
+    "plant", [[], ["--plant", "attention-scale-1e-3@1"]], ids=["right", "wrong"]
 )
 def test_all_texts_can_be_read(tmp_path, plant):
     result = tmp_path / "run.json"

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+import twinfer.tests.numerics.faults  # noqa: F401 - it adds to the catalogue
+
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory):

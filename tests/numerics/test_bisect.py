@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from twinfer.numerics.errors import NotComparable
-from twinfer.numerics.faults.catalogue import CATALOGUE
+from twinfer.numerics.faults.catalogue import CATALOGUE, plant
 from twinfer.numerics.faults.making import changed
-from twinfer.numerics.faults.planting import plant
 from twinfer.numerics.questions.bisect import bisect_model, render
 from twinfer.numerics.questions.bisect_knobs import bisect_knobs, smallest
 from twinfer.numerics.showing.terminal import LINES

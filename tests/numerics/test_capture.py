@@ -14,7 +14,7 @@ from twinfer.numerics.bundles import bundle as bundles
 from twinfer.numerics.bundles.capturing import capture_model
 from twinfer.numerics.bundles.steps import Recorded, from_json, to_json
 from twinfer.numerics.errors import NotComparable
-from twinfer.numerics.faults.planting import plant
+from twinfer.numerics.faults.catalogue import plant
 from twinfer.numerics.questions.live import parse_policy
 from twinfer.numerics.questions.replay import replay
 from twinfer.numerics.sides.steps import default_prompts, held_entries, make_steps
@@ -241,7 +241,7 @@ DAMAGE = {
     "truncated": (truncate, "truncated"),
     "corrupted": (corrupt, "SHA-256"),
     "a file is missing": (lambda f: (f / bundles.STEPS).unlink(), "cannot be read"),
-    "no manifest": (lambda f: (f / bundles.MANIFEST).unlink(), "cannot read"),
+    "no manifest": (lambda f: (f / bundles.MANIFEST).unlink(), "cannot be read"),
     "not JSON": (lambda f: (f / bundles.MANIFEST).write_text("{"), "JSON"),
     "deep JSON": (lambda f: (f / bundles.MANIFEST).write_text("[" * 100_000), "JSON"),
     "a manifest of something else": (lambda f: (f / bundles.MANIFEST).write_text("{}"), "format"),

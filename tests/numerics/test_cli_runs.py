@@ -58,7 +58,7 @@ def test_invariants(model, tmp_path, capsys):
         "repeat",
         "page-permutation",
     }
-    assert run(*words, "--break", "page-permutation") == 1
+    assert run(*words, "--plant", "slots-stale") == 1
     assert "page-permutation bitwise  BROKEN" in capsys.readouterr().out
     assert (
         run("invariants", *model, "--on", "torch:cpu", "--mode", "S", "--relation", "graphs") == 3

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from twinfer.numerics.faults.engine import ENGINE_FAULTS, Planted
+from twinfer.numerics.faults.catalogue import CATALOGUE
+from twinfer.numerics.faults.engine import EditedSteps
 from twinfer.numerics.questions.bench import Bench, Schedule
 from twinfer.numerics.questions.selftest_model import LAYER, open_model
 from twinfer.numerics.sides.steps import default_prompts
@@ -17,9 +18,18 @@ def bench(tmp_path_factory):
     """The model of the self-test on torch, whose faults change from test to test."""
     where = open_model(tmp_path_factory.mktemp("model"), 1).with_dtype("float32")
     made = Bench(where, parse_target("torch:cpu"), [64] * 6)
-    made.worker = Planted(made.worker, made.layout.groups)
     yield made
-    made.worker.worker.close()
+    made.close()
+
+
+def run(bench, fault, schedule, prompts):
+    """What the worker gives with a fault in its steps."""
+    worker = bench.worker
+    bench.worker = EditedSteps(worker, bench.layout.groups, CATALOGUE[fault].edit)
+    try:
+        return bench.logits(schedule, prompts)
+    finally:
+        bench.worker = worker
 
 
 def with_tables(step):
@@ -30,12 +40,8 @@ def with_tables(step):
 def differing(bench, fault, schedule=ONE_BY_ONE):
     """Positions of the longest prompts at which a fault changes the logits."""
     prompts = [ids for ids in default_prompts(bench.subject, 1) if len(ids) > 60]
-    runs = []
-    for name in (None, fault):
-        bench.worker.plant(ENGINE_FAULTS[name] if name else None)
-        runs.append(bench.logits(schedule, prompts).first())
-    bench.worker.plant(None)
-    right, wrong = runs
+    right = bench.logits(schedule, prompts).first()
+    wrong = run(bench, fault, schedule, prompts).first()
     assert right.keys() == wrong.keys()
     return {key[1] for key in right if not np.array_equal(right[key], wrong[key])}
 
@@ -62,13 +68,11 @@ def test_the_table_of_another_group_is_wrong_everywhere(bench, change):
 
 def test_a_lost_token_is_lost_in_every_group(bench):
     """With the first group's slots alone, the layer with a window would still have it."""
-    bench.worker.plant(ENGINE_FAULTS["chunk-start-lost"])
     seen = []
-    execute = bench.worker.worker.logits
-    bench.worker.worker.logits = lambda step: seen.append(step) or execute(step)
-    bench.logits(ONE_BY_ONE, default_prompts(bench.subject, 1)[2:3])
-    bench.worker.worker.logits = execute
-    bench.worker.plant(None)
+    execute = bench.worker.logits
+    bench.worker.logits = lambda step: seen.append(step) or execute(step)
+    run(bench, "chunk-start-lost", ONE_BY_ONE, default_prompts(bench.subject, 1)[2:3])
+    bench.worker.logits = execute
     later = [step for step in seen if step.field("positions")[0] > 0]
     assert later
     assert all((step.field("slots") == -1).all() for step in later)

@@ -5,7 +5,7 @@ rounding shows.
 import numpy as np
 import pytest
 
-from twinfer.numerics.faults.planting import plant
+from twinfer.numerics.faults.catalogue import plant
 from twinfer.numerics.questions.exact import ExactComparison, ExactJudge
 from twinfer.numerics.questions.exact_probes import PROBES, probes
 from twinfer.numerics.questions.ops_check import check_ops

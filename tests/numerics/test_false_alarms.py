@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from twinfer.numerics.errors import EQUAL, FAILED, NOT_COMPARED
-from twinfer.numerics.faults.planting import plant
+from twinfer.numerics.faults.catalogue import plant
 from twinfer.numerics.judging.amplification import amplification
 from twinfer.numerics.judging.chance import ratio_limit
 from twinfer.numerics.judging.diff import (
@@ -252,7 +252,7 @@ def test_runs_that_amplify_their_roundings_keep_relations(seed, number, mode, re
     subject = population.open_model(model, tmp_path)
     subject = subject.with_dtype("float32") if mode == "S" else subject
     prompts = population.prompts_of(model, number)
-    lab = Lab(subject, parse_target("torch:cpu"), prompts, None, ())
+    lab = Lab(subject, parse_target("torch:cpu"), prompts, None)
     judge = RelationJudge(subject, mode, lab.bench.layout)
     one, other = RELATIONS[relation].run(lab)
     lab.bench.close()

@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from twinfer.numerics.faults.planting import plant
-from twinfer.numerics.questions.bench import Bench, Schedule
+import twinfer.numerics.questions.invariants as module
+from twinfer.numerics.faults.catalogue import plant
+from twinfer.numerics.questions.bench import Bench, Schedule, permuted_pages
 from twinfer.numerics.questions.invariants import RELATIONS, Judge, check_invariants, render
 from twinfer.numerics.showing.junit import suite_xml
 from twinfer.numerics.showing.terminal import LINES
@@ -157,20 +158,33 @@ def test_two_ranks_of_torch_agree_with_one(subject):
     assert not any(r.relation == "tensor-parallel" for r in check(subject, TORCH).results)
 
 
+@pytest.fixture
+def pages_without_tables(monkeypatch):
+    """Pages are moved, and the tables that say where they are do not say so."""
+
+    def wrong(*given, **named):
+        change = permuted_pages(*given, **named)
+        return lambda step: replace(change(step), page_table=step.page_table)
+
+    monkeypatch.setattr(module, "permuted_pages", wrong)
+
+
 @pytest.mark.parametrize("target", [TORCH, pytest.param(JAX, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.usefixtures("pages_without_tables")
 def test_a_page_that_is_moved_without_its_table_is_named(subject, target):
     names = ["repeat", "page-permutation", "batch"]
-    report = check(subject, target, names=names, modes=("S",), breaks=["page-permutation"])
+    report = check(subject, target, names=names, modes=("S",))
     assert report.exit_code == 1
     assert [r.relation for r in report.failures] == ["page-permutation"]
     assert "request" in report.failures[0].complaints[0]
     assert "page-permutation bitwise  BROKEN" in render(report)
-    assert "<failure" in suite_xml(report.cases(), report.missing)
+    assert "<failure" in suite_xml(report)
 
 
+@pytest.mark.usefixtures("pages_without_tables")
 def test_pages_of_every_group_move_with_their_tables(windowed):
     names = ["page-permutation"]
-    report = check(windowed, TORCH, names=names, modes=("S",), breaks=names)
+    report = check(windowed, TORCH, names=names, modes=("S",))
     assert [r.relation for r in report.failures] == names
 
 
@@ -184,10 +198,17 @@ def wrong_tables(step):
 @pytest.mark.parametrize("relation", sorted(HERE - {"overlap"}))
 def test_each_relation_can_fail(subject, relation, monkeypatch):
     """A stale page in the run that is compared, and in that one only."""
-    import twinfer.numerics.questions.invariants as module
+    right = RELATIONS[relation]
 
-    monkeypatch.setitem(module.BREAKS, relation, lambda lab: wrong_tables)
-    report = check(subject, TORCH, names=[relation, "repeat"], modes=("S",), breaks=[relation])
+    def wrong(lab):
+        run = lab.bench.logits
+        with monkeypatch.context() as patch:
+            stale = lambda schedule, prompts: run(replace(schedule, change=wrong_tables), prompts)  # noqa: E731
+            patch.setattr(lab.bench, "logits", stale)
+            return right.run(lab)
+
+    monkeypatch.setitem(RELATIONS, relation, replace(right, run=wrong))
+    report = check(subject, TORCH, names=[relation, "repeat"], modes=("S",))
     assert [r.relation for r in report.failures] == [relation]
 
 
@@ -251,8 +272,15 @@ def test_what_does_not_apply_is_missed_only_if_it_was_named(subject, target, rel
 def test_names_are_checked(subject):
     with pytest.raises(ConfigError, match="relation"):
         check(subject, TORCH, names=["nope"])
-    with pytest.raises(ConfigError, match="break"):
-        check(subject, TORCH, breaks=["chunks"])
+
+
+def test_steps_that_an_engine_spoils_are_seen(subject):
+    """By what depends on the schedule, and by no step alone."""
+    fault = plant("slots-stale", subject.model, in_engine=True)
+    report = check(subject, TORCH, names=["repeat", "batch"], modes=("S",), fault=fault)
+    assert [r.relation for r in report.failures] == ["batch"]
+    with pytest.raises(ConfigError, match="`invariants` alone shows it"):
+        plant("slots-stale", subject.model)
 
 
 def test_rows_are_told_by_request_and_position(subject):

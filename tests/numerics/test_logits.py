@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from twinfer.numerics.errors import NotComparable
-from twinfer.numerics.faults.planting import plant
+from twinfer.numerics.faults.catalogue import plant
 from twinfer.numerics.judging.logits_metrics import compare_logits
 from twinfer.numerics.judging.metrics import log_softmax
 from twinfer.numerics.judging.server_metrics import judge_server, named_row

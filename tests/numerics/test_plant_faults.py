@@ -59,7 +59,8 @@ def test_faults_of_the_self_test_are_planted_in_every_implementation(monkeypatch
 
 def test_most_faults_of_the_self_test_are_in_ops_that_a_model_calls():
     found = plant_faults.catalogued("torch")
-    left_out = {name for name in CATALOGUE} - {fault.name for fault in found}
+    in_ops = {fault.name for fault in CATALOGUE.values() if fault.place != "engine"}
+    left_out = in_ops - {fault.name for fault in found}
     assert left_out == {"scalar-dropped", "int8-wrapped", "int8-truncated", "dequantize-next-scale",
                         "adapter-off-by-one"}  # fmt: skip
     assert {fault.model for fault in found} == {"dense", "experts"}

@@ -44,7 +44,7 @@ REPORTS = {
         2.0,
         1.2,
         Perplexity(9, 5.0, 5.1, 0.0, 0.1),
-        ["ratios are off"],
+        problems=["ratios are off"],
     ),
     "quantization": QuantizationReport("int8", layers=[LayerCost(2, 1e-3, 1e-2, 0.25)]),
 }
@@ -115,7 +115,7 @@ def test_compare_takes_comparisons_only(tmp_path, capsys):
     "words",
     [
         ["ops", "--a", "jax:cpu", "--b", "torch:cpu", "--mode", "S,P", "--op", "rms_norm"],
-        ["invariants", "--model", "demo", "--on", "torch:cpu", "--break", "batch"],
+        ["invariants", "--model", "demo", "--on", "torch:cpu", "--plant", "slots-stale"],
         ["replay", "folder", "--on", "torch:cpu"],
         ["rollout", "--model", "demo", "--rollout-tokens", "9", "--text", "README.md"],
         ["logits", "--model", "demo", "--b", "http://host:1", "--server-logits", "float32"],
@@ -141,7 +141,7 @@ def test_a_model_is_named_once():
 @pytest.mark.parametrize("kind", [kind for kind in records.KINDS if kind != "quantization"])
 def test_every_verdict_can_be_written_as_junit(kind):
     report = REPORTS[kind]
-    text = suite_xml(report.cases(), report.missing)
+    text = suite_xml(report)
     assert ("<failure" in text, "<error" in text) == (
         report.exit_code == FAILED,
         report.exit_code == NOT_COMPARED,
@@ -151,4 +151,4 @@ def test_every_verdict_can_be_written_as_junit(kind):
 def test_a_search_that_compared_nothing_does_not_pass():
     report = BisectReport("jax:cpu")
     assert report.exit_code == NOT_COMPARED
-    assert "<error" in suite_xml(report.cases(), report.missing)
+    assert "<error" in suite_xml(report)

@@ -8,7 +8,8 @@ import pytest
 
 from twinfer.numerics import compare_targets, write_report
 from twinfer.numerics.errors import NotComparable
-from twinfer.numerics.judging.record import dumps
+from twinfer.numerics.questions.bisect import BisectReport
+from twinfer.numerics.questions.ops_check import OpsReport
 from twinfer.numerics.showing.report import page, read_record
 from twinfer.serving.cli import main
 
@@ -130,7 +131,7 @@ def test_a_result_of_ops_is_a_page_too():
         "compared": 3,
         "seconds": 1.0,
     }
-    found = Checker(page(json.loads(dumps("ops", given))))
+    found = Checker(page(json.loads(OpsReport((), {}).dumps()) | given))
     assert "rms_norm=native" in found.words
 
 
@@ -144,7 +145,7 @@ def test_a_result_of_a_search_is_a_page_too():
         "looked_at": "ops", "culprits": [culprit], "mode": "S", "runs": 1, "bound": 2, "units": 81,
         "notes": [], "commands": [], "problems": [], "missing": [], "compared": True,
     }  # fmt: skip
-    found = Checker(page(json.loads(dumps("bisect", given))))
+    found = Checker(page(json.loads(BisectReport("").dumps()) | given))
     assert "layer.3.paged_attention" in found.words
     assert "comparisons" not in " ".join(found.words)
 

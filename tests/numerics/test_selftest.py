@@ -3,17 +3,19 @@ nothing fails.
 """
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from twinfer.numerics.faults.catalogue import CATALOGUE
-from twinfer.numerics.faults.engine import ENGINE_FAULTS
-from twinfer.numerics.faults.making import Entry, changed
-from twinfer.numerics.faults.planting import plant
+from twinfer.numerics.faults.catalogue import CATALOGUE, plant
+from twinfer.numerics.faults.making import changed
 from twinfer.numerics.questions.selftest import render, selftest
 from twinfer.numerics.showing.junit import suite_xml
 from twinfer.numerics.sides import side
+from twinfer.numerics.sides.fault import Fault
 from twinfer.numerics.sides.subject import parse_target
 from twinfer.serving.cli import main
 from twinfer.shared.errors import ConfigError
@@ -36,7 +38,7 @@ def test_a_sample_is_seen_on_torch_and_clean_runs_do_not_alarm():
     record = json.loads(report.dumps())
     assert record["exit_code"] == 0
     assert record["faults"][0]["seen"] == {"a torch:cpu": ["S"]}
-    assert "<failure" not in suite_xml(report.cases(), [])
+    assert "<failure" not in suite_xml(report)
 
 
 def test_a_sample_is_seen_on_jax():
@@ -52,7 +54,7 @@ def test_a_sample_is_seen_on_jax():
 def test_everything_is_seen_on_both_backends():
     report = selftest([JAX, TORCH])
     assert report.exit_code == 0, render(report)
-    assert len(report.faults) == len(CATALOGUE) + len(ENGINE_FAULTS)
+    assert len(report.faults) == len(CATALOGUE)
     assert report.clean == 20 * 4 * 2
 
 
@@ -65,22 +67,22 @@ def test_what_takes_no_case_of_a_fault_need_not_show_it():
 
 def test_a_fault_that_nothing_sees_fails(monkeypatch):
     same = dict([changed("linear", bias=lambda xp, a: a["bias"])])
-    monkeypatch.setitem(CATALOGUE, "nothing", Entry("nothing", ops=same, what="nothing is wrong"))
+    monkeypatch.setitem(CATALOGUE, "nothing", Fault("nothing", ops=same, what="nothing is wrong"))
     report = selftest([TORCH], names=["nothing"], modes=("S",), seeds=0)
     assert report.exit_code == 1
     assert report.missed == ["a torch:cpu: nothing"]
     assert "MISSED a torch:cpu: nothing" in render(report)
-    assert "<failure" in suite_xml(report.cases(), [])
+    assert "<failure" in suite_xml(report)
 
 
 def test_a_fault_that_is_blamed_on_another_op_fails(monkeypatch):
     loaded = CATALOGUE["gate-up-loaded-swapped"].weights  # shows in the MLP
-    entry = Entry("elsewhere", {"add": lambda xp, f: f}, loaded, what="not where it says")
+    entry = Fault("elsewhere", {"add": lambda xp, f: f}, loaded, what="not where it says")
     monkeypatch.setitem(CATALOGUE, "elsewhere", entry)
     report = selftest([TORCH], names=["elsewhere"], modes=("S",), seeds=0)
     assert report.exit_code == 1
     assert report.misplaced[0].startswith("a torch:cpu: elsewhere in mode S at layer.1.gated_mlp")
-    assert "<failure" in suite_xml(report.cases(), [])
+    assert "<failure" in suite_xml(report)
 
 
 def test_a_false_alarm_fails(monkeypatch):
@@ -100,7 +102,7 @@ def test_arguments_are_checked(arguments):
 
 def test_the_command_lists_the_catalogue(capsys):
     assert main(["numerics", "selftest", "--list"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(CATALOGUE) + len(ENGINE_FAULTS)
+    assert len(capsys.readouterr().out.splitlines()) == len(CATALOGUE)
 
 
 def test_a_fault_that_no_mode_looks_for_is_no_pass():
@@ -108,5 +110,10 @@ def test_a_fault_that_no_mode_looks_for_is_no_pass():
 
 
 def test_the_docs_name_every_fault():
+    """Those that the package itself has, in bold."""
     text = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text(encoding="utf-8")
-    assert [name for name in (*CATALOGUE, *ENGINE_FAULTS) if f"| `{name}` |" not in text] == []
+    rows = re.findall(r"(?m)^\| (\**)`([a-z0-9-]+)`\** \| ", text)
+    assert CATALOGUE.keys() - {name for _, name in rows} == set()
+    code = "from twinfer.numerics.faults.catalogue import CATALOGUE; print(*CATALOGUE)"
+    own = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {name for bold, name in rows if bold} == set(own.stdout.split())
