@@ -420,14 +420,9 @@ def _worst(findings: Sequence[Record]) -> list[Record]:
     model computes them.
     """
     best: dict[Any, Record] = {}
-    for f in findings:
-        key = f["side"], f["mode"], f["scope"], f["tap"]
-        if key not in best or (bool(f["complaints"]), f["share"]) > (
-            bool(best[key]["complaints"]),
-            best[key]["share"],
-        ):
-            best[key] = f
-    return sorted(best.values(), key=lambda f: (not f["complaints"], -f["share"]))[:12]
+    for f in sorted(findings, key=lambda f: (not f["complaints"], -f["share"])):
+        best.setdefault((f["side"], f["mode"], f["scope"], f["tap"]), f)
+    return list(best.values())[:12]
 
 
 def _ops(results: Sequence[Record]) -> list[Record]:
