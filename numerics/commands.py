@@ -121,7 +121,7 @@ def invariants(arguments: Arguments) -> int:
     report = relations.check_invariants(
         subject, target, prompts, names=arguments.relation,
         modes=parse_modes(arguments.mode, ("S", "P")),
-        fault=_fault(arguments, subject.model, in_engine=True), progress=_tell,
+        fault=_fault(arguments, subject.model, between_steps=True), progress=_tell,
     )  # fmt: skip
     return _finish(report, arguments, relations.render)
 
@@ -278,8 +278,8 @@ def _prompts(arguments: Arguments, subject: Subject) -> list[np.ndarray]:
     return default_prompts(subject, arguments.seed) if named is None else named
 
 
-def _fault(arguments: Arguments, model: ModelConfig, in_engine: bool = False) -> Fault | None:
-    return plant(arguments.plant, model, in_engine=in_engine) if arguments.plant else None
+def _fault(arguments: Arguments, model: ModelConfig, between_steps: bool = False) -> Fault | None:
+    return plant(arguments.plant, model, between_steps=between_steps) if arguments.plant else None
 
 
 def _check_positive(name: str, value: int) -> None:

@@ -37,9 +37,9 @@ def _catalogue(place: Place, name: str, what: str, *makes: Any, **rest: Any) -> 
 in_layer, on_top, in_op, in_engine = (partial(_catalogue, place) for place in get_args(Place))
 
 
-def plant(text: str, model: ModelConfig | None = None, *, in_engine: bool = False) -> Fault:
+def plant(text: str, model: ModelConfig | None = None, *, between_steps: bool = False) -> Fault:
     """The fault that `NAME` (in every layer) or `NAME@LAYER` names. Raises ConfigError, also for
-    one that `model` cannot show, or that only runs `in_engine`, step after step, can.
+    one that `model` cannot show. `between_steps`: a fault may be in no step by itself.
     """
     name, sign, where = text.partition("@")
     if name not in CATALOGUE:
@@ -59,7 +59,7 @@ def plant(text: str, model: ModelConfig | None = None, *, in_engine: bool = Fals
         raise ConfigError(
             f"plant: {name} is in {', '.join(fault.ops)}, which this model does not call"
         )
-    if fault.place == "engine" and not in_engine:
+    if fault.place == "engine" and not between_steps:
         raise ConfigError(f"plant: {name} is in no step by itself, `invariants` alone shows it")
     if fault.needs is not None and not fault.needs(model):
         raise ConfigError(f"plant: {name} shows only in a model with {fault.missing}")

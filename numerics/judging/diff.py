@@ -167,11 +167,9 @@ class Diff(Report):
     def worst(self, count: int = 5) -> list[Finding]:
         """The findings with the largest sigma, one per side, tap and layer."""
         best: dict[Any, Finding] = {}
-        for f in self.findings:
-            key = f.side, f.mode, f.scope, f.layer, f.tap
-            if key not in best or _severity(f) > _severity(best[key]):
-                best[key] = f
-        return sorted(best.values(), key=_severity, reverse=True)[:count]
+        for f in sorted(self.findings, key=_severity, reverse=True):
+            best.setdefault((f.side, f.mode, f.scope, f.layer, f.tap), f)
+        return list(best.values())[:count]
 
     def assert_ok(self) -> None:
         """Raise AssertionError for a numeric failure, NotComparable if not everything was

@@ -8,12 +8,12 @@ wrong rotation or a wrong dtype are not: pooled over hundreds of positions they 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
 
-from .diff import LogitsFinding
+from .diff import Diff, LogitsFinding
 from .gates import FOREIGN, Mode
 from .logits_metrics import KL_FLOOR, flip_record, named_divergence
 from .metrics import DEVIATIONS, TIE_FACTOR, Flip, log_softmax
@@ -172,30 +172,22 @@ class Pool:
         )
 
 
-@dataclass(slots=True)
-class ServerVerdict:
-    """What the positions of a server say together."""
-
-    pools: list[Pool] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
 def judge_server(
     rows: Sequence[NamedRow], half_ulp: float, dtype: str, logits_dtype: str = "auto"
-) -> ServerVerdict:
-    """Judge the positions of one server together. `half_ulp` is that of the run dtype `dtype`.
+) -> Diff:
+    """The problems and notes of the positions of one server together. `half_ulp` is that of the run
+    dtype `dtype`.
 
     `logits_dtype` is what the server states that its logits are: rounded to anything narrower, they
     are a failure. With `auto` rounded ones are only noted, and their rounding allowed.
     """
-    verdict = ServerVerdict()
+    found = Diff(())
     rounded = dtype != "float32" and logits_rounded(rows, 2 * half_ulp)
     if rounded:
         words = f"b rounds its logits to {dtype}"
-        (verdict.problems if logits_dtype == "float32" else verdict.notes).append(words)
-    verdict.problems += _rounded_values(rows, dtype)
-    verdict.problems += _not_greedy(rows)
+        (found.problems if logits_dtype == "float32" else found.notes).append(words)
+    found.problems += _rounded_values(rows, dtype)
+    found.problems += _not_greedy(rows)
     ways = sorted({row.way for row in rows})
     groups = {way: [row for row in rows if row.way == way] for way in ways}
     if len(ways) > 1:
@@ -203,10 +195,10 @@ def judge_server(
         groups["all"] = list({row.place: row for row in rows}.values())
     for way, group in groups.items():
         if len(group) >= MIN_ROWS:
-            verdict.pools.append(_pool(way, group, half_ulp if rounded else 0.0, dtype))
-    verdict.problems += [words for pool in verdict.pools for words in pool.complaints()]
-    verdict.notes += [str(pool) for pool in verdict.pools]
-    return verdict
+            pool = _pool(way, group, half_ulp if rounded else 0.0, dtype)
+            found.problems += pool.complaints()
+            found.notes.append(str(pool))
+    return found
 
 
 def _pool(way: str, rows: Sequence[NamedRow], half_ulp: float, dtype: str) -> Pool:

@@ -83,18 +83,10 @@ class StreamErrors:
         return int(np.isnan(self.error).any(0).sum())
 
 
-@dataclass(frozen=True, slots=True)
-class StreamVerdict:
-    """`sigmas` [layer + 1] are errors over noise of all tokens, before the layers and behind each.
-    `first_wrong` says where something goes wrong first, "" if nothing does.
+def judge_streams(errors: StreamErrors, mode: Mode) -> tuple[tuple[float, ...], str]:
+    """The verdict on all passes of one run: errors over noises [layer + 1] of all tokens, before
+    the layers and behind each, and where something goes wrong first, "" if nothing does.
     """
-
-    sigmas: tuple[float, ...]
-    first_wrong: str
-
-
-def judge_streams(errors: StreamErrors, mode: Mode) -> StreamVerdict:
-    """The verdict on all passes of one run."""
     sigmas: list[float] = []
     first = ""
     allowed = errors.allowed(mode)
@@ -121,4 +113,4 @@ def judge_streams(errors: StreamErrors, mode: Mode) -> StreamVerdict:
             )
         elif not sigma <= limit:
             first = f"{where}, over all tokens: sigma {sigma:.3g} > {limit:.3g}"
-    return StreamVerdict(tuple(sigmas), first)
+    return tuple(sigmas), first

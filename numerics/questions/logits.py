@@ -144,11 +144,9 @@ def _judge_server(diff: Diff, ends: _Ends, served: Served, server_logits: str) -
     if not ends.named:
         diff.missing.append("positions: the server named no token that could be compared")
         return
-    dtype = ends.subject.dtype
     half_ulp = limits(ends.dtype).half_ulp
-    verdict = judge_server(ends.named, half_ulp, dtype, server_logits)
-    diff.problems += verdict.problems
-    diff.notes += [*verdict.notes, *served.offers]
+    diff.extend(judge_server(ends.named, half_ulp, ends.subject.dtype, server_logits))
+    diff.notes += served.offers
 
 
 class _Ends(Comparison):

@@ -342,10 +342,10 @@ class _Positions(Comparison):
         for (side, run), served in self.runs.items():
             tokens = sum(len(answer.tokens) for answer in served.answers)
             errors = self._passes[side, run].errors
-            streams = judge_streams(errors, self.mode)
+            sigmas, first_wrong = judge_streams(errors, self.mode)
             found = judge_rows(
-                self.rows[side, run], self.mode, tokens, streams.first_wrong, side=side, run=run,
-                streams=streams.sigmas, requests=len(served.answers), steps=dict(served.steps),
+                self.rows[side, run], self.mode, tokens, first_wrong, side=side, run=run,
+                streams=sigmas, requests=len(served.answers), steps=dict(served.steps),
                 preemptions=served.preemptions, cached=served.cached,
             )  # fmt: skip
             diff.served.append(found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
@@ -81,7 +81,7 @@ def _context(record: Record) -> dict[str, Any]:
         "modes": [_mode([f for f in findings if f["mode"] == mode], sides, mode) for mode in modes],
         "worst": _worst(findings),
         "ops": _ops(record["results"]) if kind == "ops" else [],
-        "rows": ROWS[kind](record) if kind in ROWS else [],
+        "facts_of_rollout": rollout_facts(record) if kind == "rollout" else [],
         "notes": [*record.get("notes", []), *record.get("absent", [])],
     }
 
@@ -146,7 +146,7 @@ def _triage(record: Record) -> str:
         return f"What differs between the sides is rounding.{tail}"
     if record["exit_code"] == NOT_COMPARED:
         return "Something that had to be compared was not, so this is no statement about it."
-    if record["kind"] in ROWS:
+    if record["kind"] not in ("diff", "ops"):
         return "What is wrong is marked below."
     if first is None:
         return "No single op is at fault; see the problems below."
@@ -420,61 +420,15 @@ def _worst(findings: Sequence[Record]) -> list[Record]:
     model computes them.
     """
     best: dict[Any, Record] = {}
-    for f in findings:
-        key = f["side"], f["mode"], f["scope"], f["tap"]
-        if key not in best or (bool(f["complaints"]), f["share"]) > (
-            bool(best[key]["complaints"]),
-            best[key]["share"],
-        ):
-            best[key] = f
-    return sorted(best.values(), key=lambda f: (not f["complaints"], -f["share"]))[:12]
+    for f in sorted(findings, key=lambda f: (not f["complaints"], -f["share"])):
+        best.setdefault((f["side"], f["mode"], f["scope"], f["tap"]), f)
+    return list(best.values())[:12]
 
 
 def _ops(results: Sequence[Record]) -> list[Record]:
     """Rows of `twinfer numerics ops`, worst first, with numbers instead of names of infinities."""
     rows = [{**r, "error": float(r["error"]), "gain": float(r["gain"])} for r in results]
     return sorted(rows, key=lambda r: (not r["complaints"], -max(r["error"], r["gain"])))
-
-
-def _line(name: str, what: Any, wrong: Sequence[str] = ()) -> dict[str, str]:
-    """A row of a table of questions: its name, what was found, and what is wrong with it."""
-    return {"name": name, "what": str(what), "wrong": "; ".join(wrong)}
-
-
-def _relations(record: Record) -> list[dict[str, str]]:
-    """Rows of `twinfer numerics invariants`."""
-    return [
-        _line(
-            f"{r['relation']}, mode {r['mode']}",
-            f"{r['promise']}; {r['compared']} compared {r['detail']}".strip(),
-            r["complaints"],
-        )
-        for r in record["results"]
-    ]
-
-
-def _culprits(record: Record) -> list[dict[str, str]]:
-    """Rows of `twinfer numerics bisect`."""
-    found = [_line(c["name"], c["implementation"], [c["what"]]) for c in record["culprits"]]
-    return [*found, _line("runs", f"{record['runs']} over {record['units']} units")]
-
-
-def _faults(record: Record) -> list[dict[str, str]]:
-    """Rows of `twinfer numerics selftest`."""
-    return [
-        _line(
-            f["name"],
-            "; ".join(f"{side}: mode {', '.join(modes)}" for side, modes in f["seen"].items()),
-            [f"not seen on {side}" for side, modes in f["seen"].items() if not modes],
-        )
-        for f in record["faults"]
-    ]
-
-
-def _parts(record: Record) -> list[dict[str, str]]:
-    """Rows of `twinfer numerics check`: its parts, then the causes, the deepest first."""
-    parts = [_line(p["name"], f"{p['compared']}, exit {p['exit_code']}") for p in record["parts"]]
-    return [*parts, *(_line(c["text"], c["again"], ["a cause"]) for c in record["causes"])]
 
 
 def rollout_facts(record: Record) -> list[tuple[str, str]]:
@@ -502,30 +456,3 @@ def rollout_facts(record: Record) -> list[tuple[str, str]]:
              f"{text['difference']:+.2g} nats a token within {text['error']:.1g}")
         )  # fmt: skip
     return facts
-
-
-def _quantization(record: Record) -> list[dict[str, str]]:
-    """Rows of `twinfer numerics quantization`: the ends, then layers, the most expensive first."""
-    rows = [
-        _line("divergence of logits", f"{record['kl']:.3g} nats, at most {record['worst_kl']:.3g}, "
-              f"at {record['positions']} positions"),
-        _line("same best token", f"{record['top1']:.1%}; {record['clear_top1']:.1%} of the "
-              f"{record['clear']} that lead clearly"),
-    ]  # fmt: skip
-    rows += [
-        _line(f"layer {cost['layer']}", f"{cost['alone']:.2e} nats alone; weights "
-              f"{cost['weights']:.2e}, output {cost['output']:.2e}")
-        for layer in record["ranked"] for cost in record["layers"] if cost["layer"] == layer
-    ]  # fmt: skip
-    return [*rows, _line("digest", record["digest"])]
-
-
-ROWS: dict[str, Callable[[Record], list[dict[str, str]]]] = {
-    "invariants": _relations,
-    "bisect": _culprits,
-    "selftest": _faults,
-    "check": _parts,
-    "rollout": lambda record: [_line(*fact) for fact in rollout_facts(record)],
-    "quantization": _quantization,
-}
-"""The table of each kind of result that is none of tensors or of ops."""

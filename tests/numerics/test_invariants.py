@@ -276,7 +276,7 @@ def test_names_are_checked(subject):
 
 def test_steps_that_an_engine_spoils_are_seen(subject):
     """By what depends on the schedule, and by no step alone."""
-    fault = plant("slots-stale", subject.model, in_engine=True)
+    fault = plant("slots-stale", subject.model, between_steps=True)
     report = check(subject, TORCH, names=["repeat", "batch"], modes=("S",), fault=fault)
     assert [r.relation for r in report.failures] == ["batch"]
     with pytest.raises(ConfigError, match="`invariants` alone shows it"):

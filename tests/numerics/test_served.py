@@ -306,23 +306,22 @@ def streams(error, layers=2, tokens=20, dim=16):
 
 def test_streams_name_the_first_layer_and_its_first_token():
     error = np.ones((3, 20))
-    fine = judge_streams(streams(error), "P")
-    assert not fine.first_wrong
-    assert all(0.8 < sigma < 1.25 for sigma in fine.sigmas)
+    sigmas, first_wrong = judge_streams(streams(error), "P")
+    assert not first_wrong
+    assert all(0.8 < sigma < 1.25 for sigma in sigmas)
     error[2, 3] = error[1, 14] = 50.0
-    assert judge_streams(streams(error), "P").first_wrong.startswith(
-        "layer.0, in step 2 (mixed), request 0, position 14"
-    )
-    louder = judge_streams(streams(np.full((3, 20), 2.0)), "P")
-    assert louder.first_wrong.startswith("the embedding, over all tokens: sigma 2")
+    _, first_wrong = judge_streams(streams(error), "P")
+    assert first_wrong.startswith("layer.0, in step 2 (mixed), request 0, position 14")
+    _, first_wrong = judge_streams(streams(np.full((3, 20), 2.0)), "P")
+    assert first_wrong.startswith("the embedding, over all tokens: sigma 2")
 
 
 @pytest.mark.parametrize(("layer", "is_wrong"), [(0, True), (1, True), (2, False)])
 def test_only_the_last_layer_may_drop_a_token(layer, is_wrong):
     error = np.ones((3, 20))
     error[layer, 5] = np.nan
-    found = judge_streams(streams(error), "P")
-    assert bool(found.first_wrong) is is_wrong
+    _, first_wrong = judge_streams(streams(error), "P")
+    assert bool(first_wrong) is is_wrong
 
 
 def test_tokens_without_a_reference_are_counted():
