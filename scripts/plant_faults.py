@@ -180,10 +180,9 @@ FAULTS = (
     ),
     Fault(
         "tables-in-bfloat16-on-jax", "jax", "tpu/worker.py",
-        "self._tables = (self._put(cos), self._put(sin))",
-        "self._tables = tuple(\n"
-        "            self._put(np.asarray(jnp.asarray(x, jnp.bfloat16).astype(jnp.float32)))\n"
-        "            for x in (cos, sin)\n"
+        "self._put_in_rows(angles)",
+        "self._put_in_rows(\n"
+        "            np.asarray(jnp.asarray(angles, jnp.bfloat16).astype(jnp.float32))\n"
         "        )",
         r"jax:cpu, \w+: the rotary table",
     ),

@@ -168,8 +168,8 @@ class Slice:
         for it.
         """
         config, page = self.config, self.page
-        tables = bytes_per_device(self.shapes(1).tables)
-        least = {"weights": report.weights, "rotary tables": tables}
+        angles = bytes_per_device(self.shapes(1).angles)
+        least = {"weights": report.weights, "rotary tables": angles}
         room = self.allowed - sum(least.values()) - page
         wanted = self._wanted(room)
         if wanted * page > room:

@@ -25,7 +25,7 @@ from ..shared.worker import ProgramReport
 from . import programs
 from .executables import Reader
 from .ladder import Job
-from .platforms import devices_of
+from .platforms import devices_of, libtpu_is_known
 from .sharding import make_mesh, on
 
 OPTIONS: dict[str, bool | str] = {"xla_allow_excess_precision": False}
@@ -41,6 +41,11 @@ GRAPHS = {
 }
 """On NVIDIA GPUs: loops belong into the CUDA graphs too, or the host looks after each decode
 step of a loop.
+"""
+
+STAYS = {"xla_msa_max_cross_program_prefetches": 0}
+"""On TPUs: nothing is brought into vector memory before a program starts. It was the rotary table,
+all of it, of which a step reads the rows of its tokens.
 """
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -132,10 +137,16 @@ def compile_one(
         lowered = jax.jit(function, donate_argnums=job.donate, out_shardings=job.results).lower(
             *job.arguments
         )
-    options = OPTIONS | (GRAPHS if mesh.devices.flat[0].platform == "gpu" else {})
-    compiled = lowered.compile(compiler_options=options)
+    compiled = lowered.compile(compiler_options=options_for(mesh.devices.flat[0].platform))
     seconds = time.perf_counter() - start
     return Program(job.name, compiled), report(job.name, compiled, seconds)
+
+
+def options_for(platform: str) -> dict[str, Any]:
+    """The compiler's options for a platform of devices."""
+    if platform == "gpu":
+        return OPTIONS | GRAPHS
+    return OPTIONS | STAYS if platform == "tpu" and libtpu_is_known() else dict(OPTIONS)
 
 
 def check_rounding(device: DeviceInfo) -> None:

@@ -37,7 +37,7 @@ from ..shared.step_difference import (
 )
 from . import kv_buffer, programs
 from .binding import bind_on
-from .sharding import REPLICATED, in_rows, on, partition
+from .sharding import REPLICATED, in_rows, lying_in_rows, on, partition
 from .state import State, state_shapes, update
 
 
@@ -64,7 +64,7 @@ class Shapes(NamedTuple):
 
     weights: Any
     head: Any
-    tables: Any
+    angles: Any
     kv: Any
     state: Any
     last_tokens: Any
@@ -143,12 +143,11 @@ def describe(
                 name: shape(parameter, block.repeats) for name, parameter in parameters.items()
             }
     head = "embed" if model.tie_embeddings else "head"
-    rotated = decoder.rotary_tables(model, 1)[0].shape[1]
-    angles = array((config.max_model_len, rotated), jnp.float32)
+    dims = config.max_model_len, 2 * decoder.rotary_tables(model, 1)[0].shape[1]
     return Shapes(
         weights,
         {head: weights[head]},
-        (angles, angles),
+        jax.ShapeDtypeStruct(dims, jnp.float32, sharding=lying_in_rows(on(mesh), *dims)),
         kv_buffer.buffer(model, config, num_pages, jnp.dtype(config.kv_cache_dtype), mesh),
         State(*(array(x.shape, x.dtype) for x in state_shapes(step_shape(model, config)))),
         array((config.max_num_seqs + 1,), jnp.int32),
@@ -230,9 +229,9 @@ def _backbone_jobs(
     asked for.
     """
     replicated, demand = on(mesh), model.demand
-    weights, _, tables, kv, state, last, _ = shapes
+    weights, _, angles, kv, state, last, _ = shapes
     # last_tokens is read here and written by the sampler: only the cache and the state are donated.
-    arguments = (weights, tables, kv, state, last, _array(mesh, diff_layout(d, model.shape).size))
+    arguments = (weights, angles, kv, state, last, _array(mesh, diff_layout(d, model.shape).size))
     results = (
         kv.format,
         State(replicated, replicated),
@@ -259,8 +258,8 @@ def _loop_jobs(model: programs.Model, d: Descriptor, shapes: Shapes, mesh: Mesh)
         _array(mesh, kind=jnp.bool_),
         _array(mesh, diff_layout(d, model.shape, True).size),
     )
-    weights, _, tables, kv, state, last, _ = shapes
-    arguments = (weights, tables, kv, state, last, halted, difference)
+    weights, _, angles, kv, state, last, _ = shapes
+    arguments = (weights, angles, kv, state, last, halted, difference)
     streams = replicated if model.demand.streams else None
     results = (kv.format, State(replicated, replicated), *(replicated,) * 3, streams)
     return {

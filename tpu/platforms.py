@@ -113,12 +113,13 @@ def deepen_fibers() -> None:
     """
     given = os.environ.get("LIBTPU_INIT_ARGS", "")
     # Of releases that do not know the flag, it would end the process.
-    if (
-        FIBERS not in given
-        and find_spec("libtpu") is not None
-        and version("libtpu").startswith("0.0.42.")
-    ):
+    if FIBERS not in given and libtpu_is_known():
         os.environ["LIBTPU_INIT_ARGS"] = f"{given} {FIBERS}={FIBER_STACK}".strip()
+
+
+def libtpu_is_known() -> bool:
+    """Whether libtpu is a release whose own options were tried; others may not have them."""
+    return find_spec("libtpu") is not None and version("libtpu").startswith("0.0.42.")
 
 
 @dataclass(frozen=True, slots=True)

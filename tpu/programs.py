@@ -92,7 +92,7 @@ def backbone(
     model: Model,
     descriptor: Descriptor,
     weights: Weights,
-    tables: tuple[jax.Array, jax.Array],
+    angles: jax.Array,
     kv: jax.Array,
     state: State,
     last_tokens: jax.Array,
@@ -112,7 +112,7 @@ def backbone(
         model,
         descriptor,
         weights,
-        tables,
+        angles,
         kv,
         ids,
         f | {"page_table": state.pages[_table_rows(model, f["rows"])]},
@@ -129,7 +129,7 @@ def _hidden(
     model: Model,
     descriptor: Descriptor,
     weights: Weights,
-    tables: tuple[jax.Array, jax.Array],
+    angles: jax.Array,
     kv: jax.Array,
     ids: jax.Array,
     f: Mapping[str, jax.Array],
@@ -137,9 +137,12 @@ def _hidden(
     """(kv, finished hidden states [T dim], streams [layer + 1, 2, T, dim] or None) of tokens `ids`
     [T].
     """
+    # Two gathers of the halves would be two copies of the table in a TPU's vector memory.
+    of_tokens = jax.lax.optimization_barrier(angles[f["positions"]])
+    cos, sin = jnp.split(of_tokens, 2, axis=1)
     batch = decoder.Batch(
-        tables[0][f["positions"]],
-        tables[1][f["positions"]],
+        cos,
+        sin,
         f["slots"],
         f["page_table"],
         f["query_start"],
@@ -254,7 +257,7 @@ def loop(
     variant: Sampler,
     descriptor: Descriptor,
     weights: Weights,
-    tables: tuple[jax.Array, jax.Array],
+    angles: jax.Array,
     kv: jax.Array,
     state: State,
     last_tokens: jax.Array,
@@ -290,7 +293,7 @@ def loop(
         }
         # In the first step the batch says which token; later ones follow from the step before.
         ids = jnp.where((k > 0) | (f["token_ids"] < 0), last_tokens[f["rows"]], f["token_ids"])
-        kv, hidden, streams = _hidden(model, descriptor, weights, tables, kv, ids, here)
+        kv, hidden, streams = _hidden(model, descriptor, weights, angles, kv, ids, here)
         if kept is not None:
             kept = jax.lax.dynamic_update_index_in_dim(kept, streams, k, 0)
         picked = {name: here[name] for name in PICKED}

@@ -60,13 +60,19 @@ def partition(placement: Placement, layered: bool) -> P:
 
 
 def in_rows(parameter: Parameter, placement: Placement, sharding: Sharding) -> Sharding | Format:
-    """The sharding, with row-major memory where a TPU would lay the weights of experts out
-    otherwise: their rows are no whole registers, and columns that are need no padding. The kernel
-    reads rows, so that it would get a copy of all layers in each step.
+    """How a parameter lies: the weights of experts in rows, as the kernel reads them, which would
+    get a copy of all layers in each step.
+    """
+    if parameter.axes[0] != WHOLE_EXPERTS:
+        return sharding
+    return lying_in_rows(sharding, *(1,) * parameter.layered, *placement.shape)
+
+
+def lying_in_rows(sharding: Sharding, *dims: int) -> Sharding | Format:
+    """The sharding, with row-major memory where a TPU would lay an array of `dims` out otherwise:
+    its rows are no whole registers, and columns that are need no padding.
     """
     (device, *_) = sharding.device_set
-    whole = placement.shape[-1] % LANES == 0
-    if device.platform != "tpu" or whole or parameter.axes[0] != WHOLE_EXPERTS:
+    if device.platform != "tpu" or dims[-1] % LANES == 0:
         return sharding
-    dims = len(placement.shape) + parameter.layered
-    return Format(Layout(major_to_minor=tuple(range(dims))), sharding)
+    return Format(Layout(major_to_minor=tuple(range(len(dims)))), sharding)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from ..bucketing import Descriptor, Table
 from ..ops import OpError, Plans
@@ -47,7 +48,7 @@ from .ladder import describe, jobs, program_model
 from .plans import make_plans
 from .platforms import devices_of, find_device, memory_of
 from .programs import loop_sampler, loop_samplers
-from .sharding import make_mesh, on
+from .sharding import lying_in_rows, make_mesh, on
 from .state import State, initial_state
 from .weights import load_weights
 
@@ -166,12 +167,18 @@ class JaxWorker:
         )
         head = "embed" if model.tie_embeddings else "head"
         self._head = {head: self._weights[head]}
-        cos, sin = decoder.rotary_tables(model, config.max_model_len)
-        self._tables = (self._put(cos), self._put(sin))
+        angles = np.concatenate(decoder.rotary_tables(model, config.max_model_len), axis=1)
+        self._angles = self._put_in_rows(angles)
         self._last_tokens = self._put(np.zeros(config.max_num_seqs + 1, np.int32))
 
     def _put(self, x: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(x.shape, on(self._mesh), lambda index: x[index])
+
+    def _put_in_rows(self, x: np.ndarray) -> jax.Array:
+        """x on all devices. Programs take rows of it, so that it lies in rows."""
+        places = map(SingleDeviceSharding, self._mesh.local_devices)
+        parts = [jax.device_put(x, lying_in_rows(place, *x.shape)) for place in places]
+        return jax.make_array_from_single_device_arrays(x.shape, on(self._mesh), parts)
 
     def measure(self) -> int:
         """Bytes for the KV cache on each device.
@@ -345,7 +352,7 @@ class JaxWorker:
     def _backbone(self, step: StepInput) -> tuple[Any, ...]:
         """(rows to sample, all hidden states, what the sampler has to know of them, streams)."""
         buffer = self._difference(step)
-        arguments = (self._weights, self._tables, self._kv, self._state, self._last_tokens, buffer)
+        arguments = (self._weights, self._angles, self._kv, self._state, self._last_tokens, buffer)
         self._kv, self._state, *rest = self._program(step.descriptor)(*arguments)
         return tuple(rest)
 
@@ -363,7 +370,7 @@ class JaxWorker:
         buffer = self._difference(step)
         arguments = (
             self._weights,
-            self._tables,
+            self._angles,
             self._kv,
             self._state,
             self._last_tokens,
@@ -413,8 +420,8 @@ class JaxWorker:
 
     def read_tables(self) -> tuple[np.ndarray, np.ndarray]:
         """The rotary tables as the programs get them."""
-        cos, sin = self._tables
-        return np.asarray(cos), np.asarray(sin)
+        cos, sin = np.split(np.asarray(self._angles), 2, axis=1)
+        return cos, sin
 
     def read_page_tables(self) -> np.ndarray:
         """The page tables on the device; waits for the steps in flight."""
@@ -457,5 +464,5 @@ class JaxWorker:
         self._programs.clear()
         self._weights = self._head = {}
         self._kv = self._state = self._last_tokens = self._halted = None  # type: ignore[assignment]  # closed for good
-        self._tables = self._histories = None  # type: ignore[assignment]
+        self._angles = self._histories = None
         self._shared = None, None

@@ -47,6 +47,22 @@ every chip.
 """
 
 
+OF_TABLES = """
+import json, re, sys
+from twinfer.serving.cli import main
+from twinfer.tpu import aot
+every, cost = aot.jobs, aot.program_cost
+aot.jobs = lambda *given: {key: job for key, job in every(*given).items() if job.name.startswith("backbone")}
+def counted(name, compiled, *rest):
+    found = re.findall(r"= .?f32.131072,.* copy(?:-start)?[(].*", compiled.as_text())
+    print(json.dumps([name, found]), file=sys.stderr)
+    return cost(name, compiled, *rest)
+aot.program_cost = counted
+sys.exit(main(sys.argv[1:]))
+"""
+"""The command, which also tells which copies of arrays with 131 072 rows there are."""
+
+
 REFUSED = """
 import json, sys
 from twinfer.serving.cli import main
@@ -263,6 +279,24 @@ def test_narrow_weights_on_four_chips_are_not_widened_in_memory(tmp_path, scheme
             if unrolled
             else ({"all-reduce": sums}, {"all-reduce": 1})
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["llama3.1-8b", "llama3.2-1b"])
+def test_a_step_takes_rows_of_the_rotary_table_and_not_all_of_it(tmp_path, shape):
+    """Of 131 072 positions: XLA turned both tables round in vector memory, or brought them there
+    before the program started. The rows of the second shape are half a register.
+    """
+    config = SHAPES[shape] | {"num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes = ["--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--decode-sizes", "16"]
+    sizes += ["--mixed-sizes", "64", "--num-pages", "1024", "--topology", "v6e:1x1", "--json"]
+    options = ["--load-format", "dummy", "--max-model-len", "131072", *sizes]
+    command = [sys.executable, "-c", OF_TABLES, "aot", str(tmp_path), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580, cwd="/")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stderr.splitlines() if line.startswith('["')]
+    assert found == [["backbone_decode_16", []], ["backbone_mixed_64", []]]
 
 
 @pytest.mark.slow

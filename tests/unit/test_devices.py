@@ -142,7 +142,7 @@ for device, number in (("cpu", 0), ("cpu:2", 2)):
         output = llm.generate([[305, 288, 8]], SamplingParams(temperature=0, max_tokens=6), progress=False)
         tokens.append(output[0].outputs[0].token_ids)
         worker = llm.engine.worker
-        arrays = jax.tree.leaves([worker._weights, worker._kv, worker._state, worker._last_tokens, worker._tables])
+        arrays = jax.tree.leaves([worker._weights, worker._kv, worker._state, worker._last_tokens, worker._angles])
         places = {place.id for array in arrays for place in array.devices()}
         assert places == {number}, places
         assert worker.compilations_after_ready() == 0
