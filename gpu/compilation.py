@@ -22,12 +22,12 @@ from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation
 from ..shared.errors import ConfigError
 from ..shared.models import decoder
 from ..shared.models.spec import Layer, Model, Norm
-from ..shared.models.stages import any_replaced
+from ..shared.models.stages import Rows, any_replaced
 from .backend import make_backend
 
 LayerFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""(weights, hidden, residual [tok dim], kv, batch) -> hidden, residual. One more argument:
-`rows` of the batch.
+"""(weights, hidden, residual [tok dim], kv, batch) -> hidden, residual. Three more arguments: what
+`rows` of the batch are made of.
 """
 
 
@@ -279,7 +279,7 @@ def layer_function(
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # A mixed program may hold one request whose queries fill it.
         max_query_len = 1 if decode else hidden.shape[0]
-        inside = batch.within(max_query_len, rows[0] if rows else None)
+        inside = batch.within(max_query_len, Rows(*rows) if rows else None)
         stream = decoder.Stream(hidden, residual)
         stream, _ = decoder.layer(ops, spec, weights, stream, kv, inside, before, joins_next)
         return stream.hidden, stream.residual

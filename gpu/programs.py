@@ -23,6 +23,7 @@ from ..shared.models import decoder
 from ..shared.models.caches import Place
 from ..shared.models.sampler import SETTINGS, sample
 from ..shared.models.spec import Model
+from ..shared.models.stages import Rows
 from ..shared.step import HOST_LENGTHS, PROCESSING, SAMPLERS, Sampler
 from . import plumbing
 from .compilation import LayerCompiler, RegionCompiler, Variant, compile_order, variants
@@ -76,6 +77,8 @@ class Programs:
         others first.
         """
         self.host_metadata = {kind: plans.host_metadata(kind) for kind in ("decode", "mixed")}
+        where = torch.device("cpu") if self.host_metadata["mixed"] else device
+        self._row_starts = torch.arange(rows + 1, dtype=torch.int32, device=where)
         self._variants = variants(table, compilation)
         self._compiler = RegionCompiler(compilation)
         self._layers = LayerCompiler(
@@ -232,10 +235,17 @@ class Programs:
         if self._whole is not None:
             finished = self._run_whole(self._whole, d)[index]
         elif self.drops_rows(d):
-            finished = self._forward(d, every_layer, rows=index)
+            finished = self._forward(d, every_layer, rows=self._last_tokens(d))
         else:
             finished = self._forward(d, every_layer, selects=index)
         self.rows[: d.requests].copy_(finished)
+
+    def _last_tokens(self, d: Descriptor) -> Rows:
+        """Those of the requests of a mixed step."""
+        f = self._inputs.fields(d)
+        counts = (self._inputs.host_fields(d) if self.host_metadata[d.kind] else f)["counts"]
+        starts = self._row_starts[: d.requests + 1]
+        return Rows(f["sample_index"], starts, counts[1:].repeat(2))
 
     def _run_whole(self, whole: Callable[..., torch.Tensor], d: Descriptor) -> torch.Tensor:
         f = self._inputs.fields(d)
@@ -284,7 +294,7 @@ class Programs:
         d: Descriptor,
         every_layer: bool = True,
         *,
-        rows: torch.Tensor | None = None,
+        rows: Rows | None = None,
         selects: Any = None,
     ) -> torch.Tensor:
         """Finished hidden states of all tokens, or of the tokens `rows` (which the last layer

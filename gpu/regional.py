@@ -12,7 +12,7 @@ import torch
 from ..bucketing import Descriptor
 from ..shared.models.blocks import Block, single_blocks
 from ..shared.models.decoder import Stream
-from ..shared.models.stages import Batch
+from ..shared.models.stages import Batch, Rows
 from .compilation import LayerCompiler
 from .module import Decoder
 
@@ -66,12 +66,12 @@ class RegionalPass:
         return stream
 
     def layers(
-        self, block: Block, stream: Stream, cache: Cache, rows: torch.Tensor | None
+        self, block: Block, stream: Stream, cache: Cache, rows: Rows | None
     ) -> tuple[Stream, Cache]:
         """See `Execution`."""
         index = block.first
         run, weights = self._functions[index], self._module.joined_weights[index]
-        more = () if rows is None else (rows,)
+        more = () if rows is None else rows
         batch = self._batches[self._groups[index]].of_layer(index)
         if self._before_layer is not None:
             self._before_layer(stream, batch)

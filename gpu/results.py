@@ -98,8 +98,8 @@ class Handle:
             return None
         found: np.ndarray = to_numpy(torch.stack(self.streams))
         if self.drops:
-            # The last layer has the tokens that are sampled from at the front.
-            index = self.step.field("sample_index")
+            # The last layer has the last tokens of requests at the front.
+            index = self.step.field("sample_index")[: int(self.step.field("counts")[1])]
             last = found[:, -1, :, : len(index)].copy()
             found[:, -1] = np.nan
             found[:, -1][:, :, index] = last

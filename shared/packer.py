@@ -175,7 +175,7 @@ def _batch(step: ScheduledStep, table: RequestTable, shape: StepShape) -> np.nda
         token_positions = np.arange(num_tokens) + (step.ends - last)[owner]
         query_start[1 : num_requests + 1] = last
         query_start[num_requests:] = num_tokens
-        sample_index[:num_requests] = (last - 1) * group.samples
+        sample_index[:num_requests] = last - 1
         counts[0] = step.num_single
     token_ids[:num_tokens] = table.tokens_flat.take(first_token + token_positions)
     positions[:num_tokens] = token_positions

@@ -116,7 +116,8 @@ def batch_layout(descriptor: Descriptor, shape: StepShape) -> Layout:
     query_start    [R + 1] first token of each request; padding repeats the number of real tokens
     kv_lens        [R]     tokens in the cache after this step's are written; 0 for padding
     rows           [R]     permanent row of each request; max_rows for padding
-    sample_index   [R]     index in [0, T) of the token whose logits are sampled; 0 where nothing is
+    sample_index   [R]     index in [0, T) of each request's last token, whose logits are sampled if
+                           any are; 0 for padding
     counts         [2]     requests with one query token (they stand first), requests
     """
     tokens, requests = descriptor.tokens, descriptor.requests

@@ -89,7 +89,7 @@ def finished_rows(step: StepInput, last: np.ndarray) -> np.ndarray:
     is wrong.
     """
     real = np.arange(real_tokens(step))
-    named = step.field("sample_index")
+    named = step.field("sample_index")[: int(step.field("counts")[1])]
     kept = np.union1d(named, [row for _, row in sampled_rows(step)]).astype(np.int64)
     others = np.setdiff1d(real, kept)
     dropped = len(others) > 0 and bool(np.isnan(last[:, others].astype(np.float32)).all())

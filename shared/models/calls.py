@@ -38,7 +38,7 @@ from .config import ModelConfig
 from .sampler import OF_THE_OP, sample
 from .sharding import rows_to_sample
 from .spec import Layer, Model
-from .stages import Weights
+from .stages import Rows, Weights
 from .table import Parameter
 
 LAYER_KINDS = ("decode", "mixed")
@@ -216,11 +216,13 @@ def record_layers(
             record_joints(ops, shapes.spec, shapes.top, shapes.layers, finished)
         if drops_rows is None or d.requests == d.tokens:
             continue
-        rows = slice(d.requests)
+        kept = slice(d.requests)
         if drops_rows(d):
-            decoder.forward(calls(shapes.last, d), shapes.caches(shapes.last), rows)
+            last = calls(shapes.last, d)
+            rows = Rows(kept, last.batch.query_start, last.batch.counts)
+            decoder.forward(last, shapes.caches(shapes.last), rows)
         else:
-            whole.finish(decoder.Stream(finished[rows], finished[rows]))
+            whole.finish(decoder.Stream(finished[kept], finished[kept]))
 
 
 def record_joints(

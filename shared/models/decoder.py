@@ -19,7 +19,7 @@ from .config import ModelConfig
 from .families import model_of, parameters_of
 from .rope import rope_inverse_frequencies
 from .spec import Layer, Model, Norm, Sublayer, mixes_tokens, source_of
-from .stages import Array, Batch, Cache, Weights, stage_of
+from .stages import Array, Batch, Cache, Rows, Weights, stage_of
 
 __all__ = [
     "Batch",
@@ -171,7 +171,7 @@ def layer(
         seen = batch._replace(rows=rows, stream=residual)
         hidden, cache = stage(ops, sub.mixer, weights, x, cache, seen)
         if rows is not None:
-            residual = residual[rows]
+            residual = residual[rows.index]
             batch = batch.narrowed(rows)
         if sub.reduces:
             hidden = ops.all_reduce(hidden)
@@ -267,7 +267,7 @@ class Execution(Protocol[S, C]):
         """The stream before the first layer: the residual is zero."""
         ...
 
-    def layers(self, block: Block, stream: S, cache: C, rows: Array | None) -> tuple[S, C]:
+    def layers(self, block: Block, stream: S, cache: C, rows: Rows | None) -> tuple[S, C]:
         """The layers of a block; the last of them finishes the tokens `rows` only, if there are
         any.
         """
@@ -278,7 +278,7 @@ class Execution(Protocol[S, C]):
         ...
 
 
-def forward(execution: Execution[S, C], cache: C, rows: Array | None = None) -> tuple[Array, C]:
+def forward(execution: Execution[S, C], cache: C, rows: Rows | None = None) -> tuple[Array, C]:
     """Finished hidden states [tok dim], or [row dim] of the tokens `rows`, and the cache.
 
     This is the only loop over the layers of a model.
@@ -327,7 +327,7 @@ class PlainCalls:
         return Stream(hidden, self.zeros(hidden))
 
     def layers(
-        self, block: Block, stream: Stream, cache: Cache, rows: Array | None
+        self, block: Block, stream: Stream, cache: Cache, rows: Rows | None
     ) -> tuple[Stream, Cache]:
         """See `Execution`."""
         index = block.first

@@ -30,6 +30,19 @@ Cache = Any
 """Keys and values of one layer [page slot 2*kvhead hdim]."""
 
 
+class Rows(NamedTuple):
+    """The last token of each request, the only ones that anything behind the layers wants, and what
+    attention reads of them alone: each request has one query.
+
+    `index` [row]: where the tokens are. `query_start` [row + 1]: 0, 1, 2 ... `counts` [2]: the
+    number of requests, twice.
+    """
+
+    index: Array
+    query_start: Array
+    counts: Array
+
+
 class Batch(NamedTuple):
     """What every layer of a step reads: cos, sin [tok r] float32, and fields of `batch_layout`.
     Where layers have several rotary embeddings, the columns of each stand side by side.
@@ -38,8 +51,8 @@ class Batch(NamedTuple):
     a layer reads its own (`of_group`).
 
     `max_query_len` is a Python integer. A program that gets its batch as an argument sets it inside
-    (`within`). `rows` [row]: the only tokens that anything behind the layers wants, in the last
-    layer that mixes tokens. `layer_input` are the small embeddings of the tokens: [layer tok size],
+    (`within`). `rows`: the only tokens that anything behind the layers wants, in the last layer
+    that mixes tokens. `layer_input` are the small embeddings of the tokens: [layer tok size],
     of which a layer reads its own (`of_layer`) [tok size]. `stream` [tok dim] is what a stage's x
     is the norm of, within a layer.
     """
@@ -52,7 +65,7 @@ class Batch(NamedTuple):
     kv_lens: Array
     counts: Array
     max_query_len: int = 0
-    rows: Array | None = None
+    rows: Rows | None = None
     layer_input: Array | None = None
     stream: Array | None = None
 
@@ -77,14 +90,20 @@ class Batch(NamedTuple):
             return self
         return self._replace(layer_input=self.layer_input[layer])
 
-    def within(self, max_query_len: int, rows: Array | None = None) -> Batch:
+    def within(self, max_query_len: int, rows: Rows | None = None) -> Batch:
         """The same inside of a program."""
         return self._replace(max_query_len=max_query_len, rows=rows)
 
-    def narrowed(self, rows: Array) -> Batch:
+    def queries_of(self, rows: Rows) -> Batch:
+        """What attention reads where only the tokens `rows` ask."""
+        return self._replace(
+            query_start=rows.query_start, counts=rows.counts, max_query_len=1, rows=None
+        )
+
+    def narrowed(self, rows: Rows) -> Batch:
         """What stages read that see the tokens `rows` only and nothing of the cache."""
-        own = None if self.layer_input is None else self.layer_input[rows]
-        return self._replace(layer_input=own, slots=self.slots[rows])
+        own = None if self.layer_input is None else self.layer_input[rows.index]
+        return self._replace(layer_input=own, slots=self.slots[rows.index])
 
 
 ARRAYS = Batch._fields[:-4]
@@ -216,14 +235,15 @@ def attended(
     scales = weights.get("k_scale"), weights.get("v_scale")
     if spec.temper is not None:
         q = ops.scale_tokens(q, batch.cos[:, spec.temper])
+    if batch.rows is not None:
+        # Keys and values are written for all tokens; nobody asks for what the others read of them.
+        q, batch = q[batch.rows.index], batch.queries_of(batch.rows)
     # Left out where it is the default, as above.
     more = {"sinks": weights["sinks"]} if spec.sinks else {}
     y = ops.paged_attention(
         q, cache, batch.page_table, batch.query_start, batch.kv_lens, batch.counts,
         spec.scale, spec.window, spec.soft_cap, batch.max_query_len, *scales, **more,
     )  # fmt: skip
-    if batch.rows is not None:
-        y = y[batch.rows]
     heads = y.reshape(y.shape[0], spec.num_heads * spec.head_dim)
     return project(ops, weights, "o", heads, batch, spec.narrow)
 

@@ -148,7 +148,8 @@ BEHIND = "behind the layers"
 FAULTS = {
     layer_twice: {"steps": "layer.1, in step 1", "loops": "layer.1, in step 1"},
     rounded_tables: {"steps": "layer.0, in step 1"},
-    late_sample: {"steps": BEHIND, "loops": BEHIND},
+    # The last layer of a mixed step asks for the tokens that are sampled from, and no others.
+    late_sample: {"steps": "layer.1, in step", "loops": "layer.1, in step"},
     loop_stands_still: {"loops": BEHIND},
     # Keys of the first layer know nothing of the pages before: the second layer's do.
     pages_alone: {"steps": "layer.1, in step"},

@@ -102,6 +102,12 @@ def test_the_last_layer_that_drops_tokens_is_recorded_for_the_rows_that_stay():
     calls = [call for call in plans.record(MODEL, config, "mixed") if call.program == "mixed[32x4]"]
     tokens = {call.arguments["x"].shape[0] for call in calls if call.op == "gated_mlp"}
     assert tokens == {32, 4}
+    queries = {
+        (call.arguments["q"].shape[0], call.arguments["max_query_len"])
+        for call in calls
+        if call.op == "paged_attention"
+    }
+    assert queries == {(32, 32), (4, 1)}
 
 
 def test_log_probabilities_of_prompts_are_recorded_in_the_parts_that_are_made():

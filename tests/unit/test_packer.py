@@ -105,7 +105,7 @@ def slow_batch(step: ScheduledStep, pages: list[list[int]]) -> dict[str, list[An
         batch["query_start"].append(len(batch["token_ids"]))
         batch["kv_lens"].append(end)
         batch["rows"].append(request.row)
-        batch["sample_index"].append(len(batch["token_ids"]) - 1 if step.samples[i] else 0)
+        batch["sample_index"].append(len(batch["token_ids"]) - 1)
         assert (end - start == 1) <= (singles == i), (
             "a request with one token stands behind one with more"
         )
