@@ -228,8 +228,9 @@ FAULTS = (
     ),
     Fault(
         "residual-of-wrong-rows", "torch", "shared/models/decoder.py",
-        "            residual = residual[rows]",
-        "            residual = residual[rows - 1 if not isinstance(rows, slice) else rows]",
+        "            residual = residual[rows.index]",
+        "            where = rows.index\n"
+        "            residual = residual[where if isinstance(where, slice) else where - 1]",
         r"torch:cpu, \w+, mode S: layer\.4",
     ),
     Fault(
@@ -300,10 +301,11 @@ FAULTS = (
     # --- what both backends are given
     Fault(
         "sample-index-a-row-late", "torch", "shared/packer.py",
-        "        sample_index[:num_requests] = (last - 1) * group.samples",
+        "        sample_index[:num_requests] = last - 1",
         "        late = np.where(lengths == 1, np.minimum(last, num_tokens - 1), last - 1)\n"
-        "        sample_index[:num_requests] = late * group.samples",
-        rf"torch:cpu, \w+, mode S: {BEHIND}",
+        "        sample_index[:num_requests] = late",
+        # The last layer asks for the tokens that are sampled from.
+        r"torch:cpu, \w+, mode S: layer\.4",
     ),
     Fault(
         "digests-not-chained", "torch", "shared/kv_manager.py",
