@@ -36,7 +36,7 @@ FIELDS = "positions", "slots", "page_table", "query_start", "kv_lens", "counts"
 
 def step_batch(step: StepInput, tables: tuple[np.ndarray, np.ndarray]) -> decoder.Batch:
     """What a step gives every layer besides weights and activations, in numpy."""
-    fields = {name: np.array(step.field(name)) for name in FIELDS}
+    fields: dict[str, Any] = {name: np.array(step.field(name)) for name in FIELDS}
     positions = fields.pop("positions")
     cos, sin = (table[positions] for table in tables)
     return decoder.Batch(cos, sin, **fields, max_query_len=step.descriptor.max_query_len)
