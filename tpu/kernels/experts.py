@@ -27,7 +27,7 @@ from . import grouped, narrow
 from .cache import LANES
 from .grouped import HALF
 from .target import answer, on_tpu, refused_memory, refused_scalars, target_kind
-from .tiles import SPARE
+from .tiles import SPARE, in_memory
 
 
 def rows_at_once(rows: int, experts: int, dtype: Any) -> int:
@@ -63,11 +63,11 @@ def multiply(
     items = grouped.items_of(group_sizes, len(padded), size)
     scalars = [jnp.asarray(layer, jnp.int32).reshape(1), *items]
     groups = scale.shape[3]
-    arrays, specs = [by_half, weight], _of_weight(cut, halves, size, columns)
+    arrays, specs = [by_half, in_memory(weight, interpret)], _of_weight(cut, halves, size, columns)
     for values in (scale, zero):
         if values is not None:
             array, spec = _of_groups(values, layer, columns)
-            arrays.append(array)
+            arrays.append(in_memory(array, interpret))
             specs.append(spec)
     if bias is not None:
         arrays.append(bias[:, None, :])

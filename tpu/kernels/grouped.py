@@ -24,7 +24,7 @@ from ...ops.namespaces.jax_ import in_stack
 from .cache import LANES
 from .softmax import dot
 from .target import answer, on_tpu, refused_memory, refused_scalars, target_kind
-from .tiles import SPARE, columns_at_once, lanes_of
+from .tiles import SPARE, columns_at_once, in_memory, lanes_of
 
 ROWS = 128
 """Rows of a block. A matrix unit multiplies as many in about the time in which their weights come,
@@ -112,7 +112,7 @@ def multiply(
         ),
         interpret=interpret,
         name="grouped_matmul" if bias is None else "grouped_linear",
-    )(*scalars, x, weight, *biases)
+    )(*scalars, x, in_memory(weight, interpret), *biases)
     # Rows of no expert are in no item, or in one that does not keep them.
     mine = jnp.arange(rows, dtype=jnp.int32) < items.ends[-1]
     return jnp.where(mine[:, None], out, jnp.zeros((), out.dtype))

@@ -36,7 +36,7 @@ from ...ops.reference.quantization import quantize_fp8_dynamic
 from .cache import LANES
 from .softmax import dot
 from .target import answer, on_tpu, refused_memory, target_kind
-from .tiles import SPARE, lanes_of
+from .tiles import SPARE, in_memory, lanes_of
 
 ROWS, COLUMNS = 256, 512
 """The most rows and columns of a block of results."""
@@ -139,7 +139,12 @@ def multiply(
         ),
         interpret=interpret,
         name="linear_grouped" if x_scale is None else "linear_fp8",
-    )(jnp.asarray(layer, jnp.int32).reshape(1), by_half, weight, *beside.values())
+    )(
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        by_half,
+        in_memory(weight, interpret),
+        *beside.values(),
+    )
     return out[:tokens]
 
 
