@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from .conftest import build
 from .quantized_checkpoints import make, make_mxfp4
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -238,5 +239,15 @@ def test_narrow_experts_on_shards(tmp_path, scheme):
     runs = run(folder, [1, 2, 4]) + run(folder, [1, 2, 4], priority=kernel)
     assert ["pallas_interpret" in r["products"] for r in runs] == [False] * 3 + [True] * 3
     assert [r["outputs"] for r in runs] == [runs[0]["outputs"]] * 6
+    assert all(r["compilations"] == 0 for r in runs)
+    assert runs[2]["weights"] < runs[1]["weights"] < runs[0]["weights"]
+
+
+@pytest.mark.slow
+def test_experts_that_are_quantised_when_they_are_loaded_on_shards(tmp_path):
+    """And the expert that all tokens go through, of which each shard has a part."""
+    build("glm4-moe", folder := str(tmp_path), moe_intermediate_size=32)
+    runs = run(folder, [1, 2, 4], quantization="int8_weights")
+    assert [r["outputs"] for r in runs] == [runs[0]["outputs"]] * 3
     assert all(r["compilations"] == 0 for r in runs)
     assert runs[2]["weights"] < runs[1]["weights"] < runs[0]["weights"]

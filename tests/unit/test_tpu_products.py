@@ -278,6 +278,16 @@ def test_how_rows_with_a_tail_are_cut():
     assert narrow.cut_of(2048, 16).tail == 0
 
 
+def test_how_many_rows_and_columns_a_block_of_narrow_experts_has():
+    """Twice the rows that an expert has on average, in whole tiles; columns that divide all."""
+    rows = [experts.rows_at_once(rows, 128, jnp.bfloat16) for rows in (8, 512, 4096, 16384)]
+    assert rows == [16, 16, 64, 128]
+    assert experts.rows_at_once(8, 128, jnp.float32) == 8
+    assert [experts.columns_of(n) for n in (96, 192, 1408, 1536, 2880, 5760)] == [
+        96, 128, 128, 512, 512, 384,
+    ]  # fmt: skip
+
+
 NARROW_EXPERT_FAULTS = {
     "scales of a neighbour": (
         experts,

@@ -190,7 +190,8 @@ def vmem_need(x: Any, weight: Any, groups: int) -> dict[str, int]:
     (rows, k), (experts, n, lanes) = x.shape, weight.shape
     block = rows_at_once(rows, experts, x.dtype), columns_of(n)
     bytes_each = jnp.dtype(x.dtype).itemsize
-    return narrow.need_of(narrow.cut_of(lanes, groups), k // lanes, block, groups, bytes_each)
+    need = narrow.need_of(narrow.cut_of(lanes, groups), k // lanes, block, groups, bytes_each)
+    return need | {"scales and zeros as numbers": 2 * 4 * block[1] * (groups + 8)}
 
 
 def takes(
