@@ -5,8 +5,9 @@ Plain weights with biases are those of `grouped`. Narrow ones take its list of w
 block what `narrow` makes of it: they stay in 8 or 4 bits until they are in vector memory.
 
 Scales and zeros lie with the weight's rows along lanes (`sharding.as_read`), those of all experts
-of a layer behind each other, and are read there. Where experts do not begin at a register, as rows
-of 2880 do not, a layer's are turned first.
+of a layer behind each other, and are read there. Where an expert begins in the middle of a
+register, as every other one of 2880 rows does, that is brought too; where it begins elsewhere, a
+layer's are taken out and turned first.
 """
 
 from __future__ import annotations
