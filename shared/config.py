@@ -235,17 +235,12 @@ def _check_shards(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def _check_experts(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError unless each shard has as many experts as the others, of plain weights."""
+    """Raise ConfigError unless each shard has as many experts as the others."""
     size = config.tensor_parallel_size
     if model.num_experts % size:
         raise ConfigError(
             f"tensor_parallel_size: got {size}, allowed are sizes that "
             f"divide the {model.num_experts} experts of {model.architecture}"
-        )
-    if model.num_experts and size > 1 and (model.quantization or model.expert_biases):
-        raise ConfigError(
-            f"tensor_parallel_size: got {size}, allowed is 1 where experts are quantised or have "
-            f"biases ({model.architecture})"
         )
 
 

@@ -96,7 +96,7 @@ def _with_own_experts(op: Op, arrays: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a shard, which counts experts from its first one: those of others are
     below 0, or more than it has.
     """
-    if op.name != "moe_experts":
+    if "expert" not in (op.shards or ()):
         return arrays
     first = jax.lax.axis_index("tp") * arrays["gate_up"].shape[0]
     return arrays | {"experts": arrays["experts"] - first}

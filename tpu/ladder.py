@@ -37,7 +37,7 @@ from ..shared.step_difference import (
 )
 from . import kv_buffer, programs
 from .binding import bind_on
-from .sharding import REPLICATED, in_rows, lying_in_rows, on, partition
+from .sharding import REPLICATED, as_read, lying_in_rows, on, partition
 from .state import State, state_shapes, update
 
 
@@ -131,7 +131,7 @@ def describe(
         kind = jnp.dtype(parameter.dtype_in(config.dtype))
         lies = on(mesh, partition(placement, parameter.layered))
         return jax.ShapeDtypeStruct(
-            (*stacked, *placement.shape), kind, sharding=in_rows(parameter, placement, lies)
+            (*stacked, *placement.shape), kind, sharding=as_read(parameter, placement, lies)
         )
 
     table = decoder.parameters_of(model)

@@ -23,6 +23,8 @@ several engines.
 """
 
 REPLICATED = P()
+EMBEDDING = "embed"
+"""The parameter whose rows are those of words."""
 CACHE = P(None, None, "tp", None)
 
 
@@ -59,20 +61,34 @@ def partition(placement: Placement, layered: bool) -> P:
     return P(*([None] if layered and axes else []), *axes)
 
 
-def in_rows(parameter: Parameter, placement: Placement, sharding: Sharding) -> Sharding | Format:
-    """How a parameter lies: the weights of experts in rows, as the kernel reads them, which would
-    get a copy of all layers in each step.
+def as_read(parameter: Parameter, placement: Placement, sharding: Sharding) -> Sharding | Format:
+    """How a parameter lies: embeddings and the weights of experts in rows, scales and zeros of
+    experts with these rows along lanes, as gathers and kernels read them. They would get a copy of
+    all of it in each step.
     """
+    dims = (*(1,) * parameter.layered, *placement.shape)
+    if parameter.name == EMBEDDING:
+        return lying_in_rows(sharding, *dims)
     if parameter.axes[0] != WHOLE_EXPERTS:
         return sharding
-    return lying_in_rows(sharding, *(1,) * parameter.layered, *placement.shape)
+    of = parameter.piece_of
+    if of is None or of.piece == "values":
+        return lying_in_rows(sharding, *dims)
+    return _lying(sharding, *range(len(dims) - 2), len(dims) - 1, len(dims) - 2)
 
 
 def lying_in_rows(sharding: Sharding, *dims: int) -> Sharding | Format:
     """The sharding, with row-major memory where a TPU would lay an array of `dims` out otherwise:
     its rows are no whole registers, and columns that are need no padding.
     """
-    (device, *_) = sharding.device_set
-    if device.platform != "tpu" or dims[-1] % LANES == 0:
+    if dims[-1] % LANES == 0:
         return sharding
-    return Format(Layout(major_to_minor=tuple(range(len(dims)))), sharding)
+    return _lying(sharding, *range(len(dims)))
+
+
+def _lying(sharding: Sharding, *order: int) -> Sharding | Format:
+    """The sharding, on TPUs with dimensions in memory in this order."""
+    (device, *_) = sharding.device_set
+    if device.platform != "tpu":
+        return sharding
+    return Format(Layout(major_to_minor=order), sharding)

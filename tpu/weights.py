@@ -25,7 +25,7 @@ from ..shared.narrow_checkpoint import open_checkpoint
 from ..shared.progress import Progress
 from ..shared.shard_reading import read_shard
 from ..shared.weights import check_checkpoint, dummy_parameter, is_made, pieces
-from .sharding import in_rows, on, partition
+from .sharding import as_read, on, partition
 
 
 def load_weights(
@@ -101,7 +101,8 @@ def _made(
     each = [_pieces_of(make(range(i, i + 1)), parameter.name, of.narrow) for i in layers]
     found = {}
     for piece in pieces_of(of.wide, of.narrow):
-        lies = on(mesh, partition(place(piece, model, mesh.shape["tp"]), True))
+        placement = place(piece, model, mesh.shape["tp"])
+        lies = as_read(piece, placement, on(mesh, partition(placement, True)))
         parts = [layer.pop(piece.name) for layer in each]
         found[piece.name] = jax.jit(jnp.concatenate, out_shardings=lies)(parts)
     return found
@@ -133,7 +134,7 @@ def _read(
         part = np.empty((len(layers), *sharding.shard_shape(shape)[len(stacked) :]), dtype)
         for layer, out in zip(layers, part, strict=True):
             read_shard(checkpoint, parameter, placement, layer, index[len(stacked) :], out)
-        place_of = in_rows(parameter, placement, SingleDeviceSharding(device))
+        place_of = as_read(parameter, placement, SingleDeviceSharding(device))
         arrays.append(jax.device_put(part if parameter.layered else part[0], place_of))
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
@@ -175,7 +176,7 @@ def _dummy(
     program = jax.jit(
         stack,
         static_argnames="count",
-        out_shardings=in_rows(
+        out_shardings=as_read(
             parameter, placement, on(mesh, partition(placement, parameter.layered))
         ),
     )

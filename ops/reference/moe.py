@@ -275,6 +275,7 @@ def moe_experts(
     "gate_up_bias [expert 2*inter], down [expert dim i], down_scale [expert dim u], "
     "down_zero [expert dim u], down_bias [expert dim] -> [tok dim] x",
     level="coarse",
+    shards=("expert",),
     composition=(
         "moe_permute",
         "grouped_linear",

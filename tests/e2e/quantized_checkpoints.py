@@ -260,14 +260,14 @@ def weight_in(modules, module):
     return half[0] if name == "gate_proj" else half[1]
 
 
-def make_mxfp4(folder):
+def make_mxfp4(folder, **overrides):
     """A small gpt-oss in mxfp4, and the transformers model with what transformers unpacks of it.
 
     No library writes this format on a CPU: the layout is that of `convert_moe_packed_tensors`.
     """
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    model = build("gpt-oss", folder)
+    model = build("gpt-oss", folder, **overrides)
     path = f"{folder}/model.safetensors"
     tensors, state = load_file(path), dict(model.named_parameters())
     for key in [key for key in tensors if key.endswith(("gate_up_proj", "down_proj"))]:

@@ -58,7 +58,7 @@ def test_the_tokens_of_xla_s_products(checkpoints, name, quantization):
 @pytest.mark.slow
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_programs_take_experts_that_lie_otherwise(checkpoints, monkeypatch, load_format):
-    """On TPUs some weights lie in an order that is asked for (`sharding.in_rows`). Here it is one
+    """On TPUs some weights lie in an order that is asked for (`sharding.as_read`). Here it is one
     that no CPU would choose: what is loaded lies so, and the programs are compiled for that.
     """
     folder, _ = checkpoints("gemma4-experts")
@@ -72,7 +72,7 @@ def test_programs_take_experts_that_lie_otherwise(checkpoints, monkeypatch, load
         return Format(Layout(major_to_minor=(0, 2, 1)), sharding)
 
     for module in (ladder, weights):
-        monkeypatch.setattr(module, "in_rows", in_columns)
+        monkeypatch.setattr(module, "as_read", in_columns)
     got, _ = tokens(folder, load_format=load_format)
     assert set(moved) == {"experts_gate_up", "experts_down"}
     assert got == want

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from .quantized_checkpoints import make
+from .conftest import build
+from .quantized_checkpoints import make, make_mxfp4
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,7 +61,7 @@ for shards in sizes:
         "kv": [list(s.data.shape) for s in engine.worker._kv.addressable_shards],
         "products": sorted({
             plan[op].provider for plan in engine.worker.plans().by_kind.values()
-            for op in ("linear_grouped", "linear_fp8") if op in plan
+            for op in ("linear_grouped", "linear_fp8", "grouped_linear") if op in plan
         }),
         "weights": sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(engine.worker._weights)),
     }), flush=True)
@@ -221,3 +222,32 @@ def test_experts_on_shards(checkpoints, name):
     assert one["outputs"] == two["outputs"] == four["outputs"]
     assert four["weights"] < two["weights"] < one["weights"]
     assert one["compilations"] == two["compilations"] == four["compilations"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["mxfp4", "packed-zeros", "fp8-block"])
+def test_narrow_experts_on_shards(tmp_path, scheme):
+    """Whole experts with their scales, zeros and biases, by XLA's products and by the kernel
+    interpreted.
+    """
+    folder = str(tmp_path / scheme)
+    if scheme == "mxfp4":
+        make_mxfp4(folder, num_local_experts=8)
+    else:
+        make(folder, scheme, "qwen3-moe", moe_intermediate_size=64, num_experts=8)
+    kernel = {"grouped_linear": ["pallas_interpret"]}
+    runs = run(folder, [1, 2, 4]) + run(folder, [1, 2, 4], priority=kernel)
+    assert ["pallas_interpret" in r["products"] for r in runs] == [False] * 3 + [True] * 3
+    assert [r["outputs"] for r in runs] == [runs[0]["outputs"]] * 6
+    assert all(r["compilations"] == 0 for r in runs)
+    assert runs[2]["weights"] < runs[1]["weights"] < runs[0]["weights"]
+
+
+@pytest.mark.slow
+def test_experts_that_are_quantised_when_they_are_loaded_on_shards(tmp_path):
+    """And the expert that all tokens go through, of which each shard has a part."""
+    build("glm4-moe", folder := str(tmp_path), moe_intermediate_size=32)
+    runs = run(folder, [1, 2, 4], quantization="int8_weights")
+    assert [r["outputs"] for r in runs] == [runs[0]["outputs"]] * 3
+    assert all(r["compilations"] == 0 for r in runs)
+    assert runs[2]["weights"] < runs[1]["weights"] < runs[0]["weights"]

@@ -248,13 +248,13 @@ def test_a_config_that_the_kernels_refuse_is_an_error_with_the_arithmetic():
 
 
 def test_narrow_weights_have_kernels_on_several_devices_if_their_parts_are_whole():
-    """What is asked for is what one shard has: an MLP of 14 592 can be read whole, not its
+    """What is asked for is what one shard has: an MLP of 16 640 can be read whole, not its
     fourth.
     """
     for scheme in ("int4", "int4_g32", "int8_weights"):
         chosen = plans_on("tpu", "TPU v6 lite", quantization=scheme)
         assert chosen["decode"]["linear_grouped"].provider == "pallas", scheme
-    wide = SHAPES["llama3-8b"] | {"intermediate_size": 14592}
+    wide = SHAPES["llama3-8b"] | {"intermediate_size": 16640}
     how = {"shape": wide, "quantization": "int4_g32"}
     one = plans_on("tpu", "TPU v6 lite", tensor_parallel_size=1, **how)["decode"]["linear_grouped"]
     assert (one.provider, one.passed_over) == ("pallas", ())
@@ -262,9 +262,23 @@ def test_narrow_weights_have_kernels_on_several_devices_if_their_parts_are_whole
     assert four.provider == "native"
     ((provider, why),) = four.passed_over
     assert provider == "pallas"
-    assert "rows of 1824 stored numbers in 114 groups" in why
+    assert "rows of 2080 stored numbers in 130 groups" in why
     with pytest.raises(ConfigError, match="got 4, which splits groups of 128 entries"):
         plans_on("tpu", "TPU v6 lite", shape=wide, quantization="int4")
+
+
+def test_narrow_experts_have_kernels_where_their_rows_are_whole():
+    """Those of gpt-oss have 1440 stored numbers, a fourth of a register more than whole ones."""
+    for shape, scheme in (("gpt-oss-20b", None), ("qwen3-30b-a3b", "fp8")):
+        chosen = plans_on("tpu", "TPU v6 lite", shape=SHAPES[shape], quantization=scheme)
+        for kind in ("decode", "mixed"):
+            assert chosen[kind]["grouped_linear"].provider == "pallas", (shape, kind)
+    wide = SHAPES["qwen3-30b-a3b"] | {"moe_intermediate_size": 4160}
+    chosen = plans_on("tpu", "TPU v6 lite", shape=wide, quantization="int4_g32")
+    choice = chosen["decode"]["grouped_linear"]
+    assert choice.provider == "native"
+    ((_, why),) = choice.passed_over
+    assert "rows of 2080 stored numbers in 130 groups" in why
 
 
 def test_a_chip_that_is_not_known_has_no_kernels():

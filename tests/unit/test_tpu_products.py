@@ -14,11 +14,11 @@ from twinfer.ops.bindings.jax import bind
 from twinfer.ops.cases import load_all
 from twinfer.ops.namespaces.jax_ import InStack
 from twinfer.ops.testing import TESTING, Judge, ci_cases, run
-from twinfer.tpu.kernels import grouped, narrow
+from twinfer.tpu.kernels import experts, grouped, narrow
 from twinfer.tpu.kernels.tiles import columns_at_once
 
 load_all()
-OPS = ("grouped_matmul", "linear_grouped", "linear_fp8")
+OPS = ("grouped_matmul", "grouped_linear", "linear_grouped", "linear_fp8")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -215,6 +215,127 @@ def test_wrong_kernels_of_narrow_weights_are_rejected(fault, monkeypatch):
     assert not right("linear_grouped", given, by_groups(given))
 
 
+# --- narrow experts
+# --------------------------------------------------------------------------------------------------
+
+
+def narrow_choices(kind, group, k, n, *, zeros=False, dtype="float32"):
+    """As `choices`, by narrow weights with biases; scales of experts without rows are NaN."""
+    rng = np.random.default_rng(11)
+    given, count, groups = choices(dtype, k, 1), len(SIZES), k // group
+    if kind in narrow.PACKED:
+        weight = rng.integers(0, 256, (count, n, k // 2)).astype(np.uint8)
+    elif kind == "int8":
+        weight = rng.integers(-127, 128, (count, n, k)).astype(np.int8)
+    else:
+        weight = np.asarray(jnp.asarray(rng.normal(size=(count, n, k)), jnp.float8_e4m3fn))
+    scale = (2.0 ** rng.uniform(-6, -3, (count, n, groups))).astype(np.float32)
+    scale[[size == 0 for size in SIZES]] = np.nan
+    zero = rng.integers(0, 16, scale.shape).astype(np.uint8) if zeros else None
+    bias = np.asarray(jnp.asarray(rng.normal(size=(count, n)), dtype))
+    return {
+        "x": given["x"], "weight": weight, "scale": scale, "zero": zero, "bias": bias,
+        "group_sizes": given["group_sizes"], "kind": kind,
+    }  # fmt: skip
+
+
+def by_narrow_experts(given, interpret=True):
+    """The kernel in blocks of 8 rows, the layer the second of a stack."""
+    x, *pieces, bias, sizes = [
+        None if a is None else jnp.asarray(a) for a in list(given.values())[:-1]
+    ]
+    stacks = [None if p is None else jnp.stack([jnp.zeros_like(p), p]) for p in pieces]
+    how = {"vmem": None, "interpret": interpret, "size": 8}
+    return experts.multiply(x, stacks[0], 1, *stacks[1:], bias, sizes, given["kind"], **how)
+
+
+NARROW_EXPERTS = {
+    "experts that are no registers": ("int4", 32, 96, 40, True),
+    "columns in several blocks": ("fp8", 64, 64, 256, False),
+    "experts that begin within a register": ("int4", 32, 64, 192, True),
+    "rows in several steps": ("int8", 128, 512, 128, False),
+    "a row in several steps": ("fp8", 512, 512, 128, False),
+    "a step with a tail": ("fp4", 32, 320, 128, False),
+    "a row with a tail": ("int8", 192, 192, 128, False),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", NARROW_EXPERTS)
+def test_narrow_experts_that_are_cut_in_several_ways(form, dtype, monkeypatch):
+    monkeypatch.setattr(narrow, "STEP", 256)
+    monkeypatch.setattr(narrow, "COLUMNS", 128)
+    kind, group, k, n, zeros = NARROW_EXPERTS[form]
+    given = narrow_choices(kind, group, k, n, zeros=zeros, dtype=dtype)
+    assert right("grouped_linear", given, by_narrow_experts(given))
+
+
+def test_how_rows_with_a_tail_are_cut():
+    """1440 stored numbers are those of gpt-oss, 704 those of Gemma 4."""
+    assert narrow.cut_of(1440, 90) == narrow.Cut(1440, 16, 128, 1440)
+    assert narrow.cut_of(1440, 90).tail == 32
+    assert narrow.cut_of(704, 1) == narrow.Cut(704, 704, 128, 704)
+    assert narrow.cut_of(2048, 16).tail == 0
+
+
+def test_how_many_rows_and_columns_a_block_of_narrow_experts_has():
+    """Twice the rows that an expert has on average, in whole tiles; columns that divide all."""
+    rows = [experts.rows_at_once(rows, 128, jnp.bfloat16) for rows in (8, 512, 4096, 16384)]
+    assert rows == [16, 16, 64, 128]
+    assert experts.rows_at_once(8, 128, jnp.float32) == 8
+    assert [experts.columns_of(n) for n in (96, 192, 1408, 1536, 2880, 5760)] == [
+        96, 128, 128, 512, 512, 384,
+    ]  # fmt: skip
+
+
+NARROW_EXPERT_FAULTS = {
+    "scales of a neighbour": (
+        experts,
+        "_own",
+        lambda real: lambda v, b, c: jnp.roll(real(v, b, c), 1, 1),
+    ),
+    "zeros off by one": (
+        experts,
+        "_own",
+        lambda real: lambda v, b, c: real(v, b, c) + float(v.dtype == jnp.uint8),
+    ),
+    "the second half of a register first": (
+        experts,
+        "_own",
+        lambda real: lambda v, b, c: real(v, b + 64, c),
+    ),
+    "a tail left out": (narrow.Cut, "tail", lambda real: 0),
+    "biases left out": (
+        experts,
+        "multiply",
+        lambda real: lambda *a, **k: real(*a[:5], None, *a[6:], **k),
+    ),
+    "the weights of the expert before": (
+        grouped,
+        "items_of",
+        lambda real: lambda *a: real(*a)._replace(expert=jnp.maximum(real(*a).expert - 1, 0)),
+    ),
+    "all of x for each group": (
+        narrow,
+        "_of_groups",
+        lambda real: lambda x, cut: jnp.concatenate([x] * cut.groups_of_span),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", NARROW_EXPERT_FAULTS)
+def test_wrong_kernels_of_narrow_experts_are_rejected(fault, monkeypatch):
+    given = narrow_choices("int4", 32, 320, 192, zeros=True)
+    module, name, altered = NARROW_EXPERT_FAULTS[fault]
+    monkeypatch.setattr(module, name, altered(getattr(module, name)))
+    assert not right("grouped_linear", given, by_narrow_experts(given))
+
+
+def test_the_right_kernel_of_narrow_experts_is_not():
+    given = narrow_choices("int4", 32, 320, 192, zeros=True)
+    assert right("grouped_linear", given, by_narrow_experts(given))
+
+
 # --- TPU interpret mode
 # --------------------------------------------------------------------------------------------------
 
@@ -279,6 +400,17 @@ def test_the_kernel_of_narrow_weights_is_clean(on_a_tpu, kind, zeros, monkeypatc
     out, printed = on_a_tpu(lambda how: by_groups(given, how))
     assert "RACE" not in printed
     assert right("linear_grouped", given, out)
+
+
+@pytest.mark.parametrize("form", ["experts that begin within a register", "rows in several steps"])
+def test_the_kernel_of_narrow_experts_is_clean(on_a_tpu, form, monkeypatch):
+    monkeypatch.setattr(narrow, "STEP", 256)
+    monkeypatch.setattr(narrow, "COLUMNS", 128)
+    kind, group, k, n, zeros = NARROW_EXPERTS[form]
+    given = narrow_choices(kind, group, k, n, zeros=zeros)
+    out, printed = on_a_tpu(lambda how: by_narrow_experts(given, how))
+    assert "RACE" not in printed
+    assert right("grouped_linear", given, out)
 
 
 def test_sums_that_begin_with_what_was_there_are_seen(on_a_tpu, monkeypatch):

@@ -12,12 +12,13 @@ import pytest
 
 KINDS = (("int8", False), ("fp8", False), ("int4", False), ("int4", True), ("fp4", False))
 EXACT = "whole numbers"
+ROWS = ("x", "weights", "experts")
 DEALT = {"rows": 0, "entries": 1, "nothing": None}
 
 
 def cases(op, dtype):
     """By name."""
-    yield from grouped_cases(dtype) if op == "linear_grouped" else fp8_cases(dtype)
+    yield from CASES[op](dtype)
 
 
 def fp8_cases(dtype):
@@ -35,6 +36,28 @@ def fp8_cases(dtype):
             "x": x, "weight": weight, "x_scale": x_scale, "weight_scale": of_blocks,
             "bias": normal(55, dtype, 32), "dtype": dtype,
         }  # fmt: skip
+
+
+def expert_cases(dtype):
+    """Eight experts of each kind, by scales of rows with biases in turns, and of groups; choices of
+    no expert.
+    """
+    import numpy as np
+
+    from twinfer.ops.cases.families import normal
+    from twinfer.ops.cases.moe import _chosen, _named, _narrow
+
+    rng = np.random.default_rng(12)
+    x, chosen = normal(57, dtype, 7, 96), _chosen(rng.normal(size=(7, 8)), 3, True)
+    chosen["experts"][::2, 1] = -1
+    for kind in ("plain", "int8", "fp8", "int4", "fp4"):
+        for alpha, groups in ((1.702, 1), (0.0, 2)):
+            given = {"x": x, **chosen, "kind": kind, "alpha": alpha, "limit": 0.9 if alpha else 0.0}
+            for name, n, k in (("gate_up", 128, 96), ("down", 96, 64)):
+                weight = _narrow(rng, kind, dtype, groups, 8, n, k)
+                bias = rng.normal(size=(8, n)).astype(x.dtype) if alpha else None
+                given |= _named(name, weight, bias)
+            yield f"{kind}, {groups} groups", given
 
 
 def grouped_cases(dtype):
@@ -69,6 +92,15 @@ def whole_numbers(dtype):
     }
 
 
+CASES = {
+    "linear_grouped": grouped_cases,
+    "linear_fp8": fp8_cases,
+    "moe_experts_narrow": expert_cases,
+}
+FINER = {"moe_experts_narrow": "grouped_linear"}
+"""What runs by the kernel, where it is not the op itself."""
+
+
 def right(op, name, given, out):
     """Whether a result is what it should be: within the bounds, or the very numbers."""
     import numpy as np
@@ -94,14 +126,18 @@ def failures(op, shards, dealt, dtype):
     from twinfer.tpu.sharding import make_mesh
 
     load_all()
-    chosen = resolve("jax", {op: ("pallas_interpret",)})[op]
-    ops = bind_on(Plan("jax", {op: chosen}), make_mesh(jax.devices(), shards))
+    plan = resolve("jax", {FINER.get(op, op): ("pallas_interpret",)})
+    if op not in FINER:
+        plan = Plan("jax", {op: plan[op]})
+    ops = bind_on(plan, make_mesh(jax.devices(), shards))
     every, wrong = dict(cases(op, dtype)), []
     for name, given in every.items():
         arrays = {n: jnp.asarray(x) for n, x in given.items() if hasattr(x, "shape")}
-        stack = jnp.stack([jnp.zeros_like(arrays["weight"]), arrays["weight"]])
-        weight = InStack(stack, jnp.int32(1), DEALT[dealt])
-        out = getattr(ops, op)(**given | arrays | {"weight": weight})
+        read = [n for n in arrays if n not in ROWS] if op in FINER else ["weight"]
+        for name_of in read:
+            stack = jnp.stack([jnp.zeros_like(arrays[name_of]), arrays[name_of]])
+            arrays[name_of] = InStack(stack, jnp.int32(1), DEALT[dealt])
+        out = getattr(ops, op)(**given | arrays)
         if not right(op, name, given, jax.device_get(out)):
             wrong.append(name)
     return len(every), wrong
@@ -113,7 +149,7 @@ def faults(op):
     import jax.numpy as jnp
 
     from twinfer.tpu import binding
-    from twinfer.tpu.kernels import narrow
+    from twinfer.tpu.kernels import experts, narrow
 
     multiply = narrow.multiply
     around = [(i, (i + 1) % 4) for i in range(4)]
@@ -125,6 +161,20 @@ def faults(op):
         y = multiply(x, *rest, **how)
         return y.astype(jnp.bfloat16).astype(y.dtype)
 
+    if op == "moe_experts_narrow":
+        by_experts = experts.multiply
+
+        def of_others(x, weight, layer, scale, *rest, **how):
+            other = jax.lax.ppermute(scale, "tp", around)
+            return by_experts(x, weight, layer, other, *rest, **how)
+
+        return {
+            "the scales of a neighbour": (experts, "multiply", of_others),
+            "no sum": (jax.lax, "psum", lambda y, _: y),
+            "experts counted from that of the first shard": (
+                binding, "_with_own_experts", lambda _, arrays: arrays
+            ),
+        }  # fmt: skip
     if op == "linear_fp8":
         by_each = lambda xp, x, *_: (x, None)  # noqa: E731
         return {"scales of parts of rows": (binding, "quantize_fp8_dynamic", by_each)}
@@ -141,11 +191,11 @@ def main(op, shards, planted):
         for fault, (module, name, replaced) in faults(op).items():
             real = getattr(module, name)
             setattr(module, name, replaced)
-            found[fault] = failures(*given, "entries", "bfloat16")
+            found[fault] = failures(*given, "rows" if op in FINER else "entries", "bfloat16")
             setattr(module, name, real)
     else:
         for dtype in ("float32", "bfloat16"):
-            for dealt in DEALT:
+            for dealt in ["rows"] if op in FINER else DEALT:
                 found[f"{dealt}, {dtype}"] = failures(*given, dealt, dtype)
     print(json.dumps(found))
 
@@ -171,7 +221,16 @@ def test_shards_give_the_product_together(op, count, shards):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("op", "count"), [("linear_grouped", 3), ("linear_fp8", 1)])
+@pytest.mark.parametrize("shards", [2, 4])
+def test_shards_give_what_experts_do_together(shards):
+    found = results("moe_experts_narrow", shards)
+    assert found == {f"rows, {dtype}": [10, []] for dtype in ("float32", "bfloat16")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("op", "count"), [("linear_grouped", 3), ("linear_fp8", 1), ("moe_experts_narrow", 3)]
+)
 def test_shards_that_do_something_else_are_rejected(op, count):
     found = results(op, 4, "planted")
     assert len(found) == count

@@ -24,7 +24,7 @@ from ...ops.namespaces.jax_ import in_stack
 from .cache import LANES
 from .softmax import dot
 from .target import answer, on_tpu, refused_memory, refused_scalars, target_kind
-from .tiles import SPARE, columns_at_once, lanes_of
+from .tiles import SPARE, columns_at_once, in_memory, lanes_of
 
 ROWS = 128
 """Rows of a block. A matrix unit multiplies as many in about the time in which their weights come,
@@ -33,7 +33,7 @@ and experts with fewer rows share it.
 DTYPES = (jnp.float32, jnp.bfloat16)
 HALF = LANES // 2
 """Rows of weights are multiples of it. Those that are no whole registers lie in rows all the same
-(`sharding.in_rows`), with padding behind each.
+(`sharding.as_read`), with padding behind each.
 """
 
 
@@ -69,9 +69,10 @@ def items_of(group_sizes: jax.Array, rows: int, size: int) -> Items:
 
 def multiply(
     x: jax.Array, weight: jax.Array, layer: jax.Array | int, group_sizes: jax.Array, *,
-    vmem: int | None, interpret: Any, size: int = ROWS,
+    vmem: int | None, interpret: Any, size: int = ROWS, bias: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
-    """x [choice k] times weight[layer, e] [n k] transposed, e the row's expert: [choice n].
+    """x [choice k] times weight[layer, e] [n k] transposed, plus bias [expert n] if there is one,
+    e the row's expert: [choice n].
 
     weight [layer expert n k]: of one layer, or those of a stack, which is not taken apart.
     """
@@ -81,6 +82,8 @@ def multiply(
     items = items_of(group_sizes, rows, size)
     scalars = [jnp.asarray(layer, jnp.int32).reshape(1), *items]
     bytes_each = jnp.dtype(x.dtype).itemsize
+    biases = [] if bias is None else [bias[:, None, :]]
+    of_expert = pl.BlockSpec((None, 1, columns), lambda j, i, layer, expert, *_: (expert[i], 0, j))
     out = pl.pallas_call(
         partial(_kernel, size=size),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -92,6 +95,7 @@ def multiply(
                     (None, None, columns, k),
                     lambda j, i, layer, expert, *_: (layer[0], expert[i], j, 0),
                 ),
+                *[of_expert] * len(biases),
             ],
             out_specs=pl.BlockSpec(
                 (size, columns), lambda j, i, layer, expert, block, *_: (block[i], j)
@@ -107,8 +111,8 @@ def multiply(
             transcendentals=0,
         ),
         interpret=interpret,
-        name="grouped_matmul",
-    )(*scalars, x, weight)
+        name="grouped_matmul" if bias is None else "grouped_linear",
+    )(*scalars, x, in_memory(weight, interpret), *biases)
     # Rows of no expert are in no item, or in one that does not keep them.
     mine = jnp.arange(rows, dtype=jnp.int32) < items.ends[-1]
     return jnp.where(mine[:, None], out, jnp.zeros((), out.dtype))
@@ -116,16 +120,19 @@ def multiply(
 
 def _kernel(
     layer: Any, expert: Any, block: Any, begins: Any, ends: Any, count: Any, x: Any, weight: Any,
-    out: Any, *, size: int,
+    *rest: Any, size: int,
 ) -> None:  # fmt: skip
+    *bias, out = rest
     item = pl.program_id(1)
 
     @pl.when(item < count[0])
     def _() -> None:
-        found = dot(x[...], weight[...], (1, 1)).astype(out.dtype)
+        found = dot(x[...], weight[...], (1, 1))
+        if bias:
+            found = found + bias[0][...].astype(jnp.float32)
         row = block[item] * size + lax.broadcasted_iota(jnp.int32, found.shape, 0)
         mine = (row >= begins[expert[item]]) & (row < ends[expert[item]])
-        out[...] = jnp.where(mine, found, out[...])
+        out[...] = jnp.where(mine, found.astype(out.dtype), out[...])
 
 
 def vmem_need(x: Any, weight: Any) -> dict[str, int]:
@@ -160,10 +167,13 @@ def compiles(x: Array, weight: Array, group_sizes: Array) -> bool | Refusal:
     return answer(refused_memory(target_kind(), need), takes(x, weight, group_sizes))
 
 
-def _run(x: jax.Array, weight: Any, group_sizes: jax.Array, interpret: Any) -> jax.Array:
+def run(
+    x: jax.Array, weight: Any, group_sizes: jax.Array, interpret: Any, bias: Any = None
+) -> jax.Array:
+    """The product by experts, whose weights may be an `InStack`, plus bias [expert n]."""
     stack, layer = in_stack(weight)
     need = None if interpret else sum(vmem_need(x, weight).values()) + SPARE
-    return multiply(x, stack, layer, group_sizes, vmem=need, interpret=interpret)
+    return multiply(x, stack, layer, group_sizes, vmem=need, interpret=interpret, bias=bias)
 
 
 @implement(
@@ -172,7 +182,7 @@ def _run(x: jax.Array, weight: Any, group_sizes: jax.Array, interpret: Any) -> j
 )  # fmt: skip
 def grouped_matmul(x: Array, weight: Array, group_sizes: Array) -> Array:
     """See the op."""
-    return _run(x, weight, group_sizes, False)
+    return run(x, weight, group_sizes, False)
 
 
 @implement(
@@ -181,4 +191,4 @@ def grouped_matmul(x: Array, weight: Array, group_sizes: Array) -> Array:
 )  # fmt: skip
 def interpreted_matmul(x: Array, weight: Array, group_sizes: Array) -> Array:
     """See the op."""
-    return _run(x, weight, group_sizes, True)
+    return run(x, weight, group_sizes, True)

@@ -16,7 +16,8 @@ TPU, takes minutes to compile what widens a weight, and has no products for scal
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +36,7 @@ from ...ops.reference.quantization import quantize_fp8_dynamic
 from .cache import LANES
 from .softmax import dot
 from .target import answer, on_tpu, refused_memory, target_kind
-from .tiles import SPARE, lanes_of
+from .tiles import SPARE, in_memory, lanes_of
 
 ROWS, COLUMNS = 256, 512
 """The most rows and columns of a block of results."""
@@ -56,6 +57,11 @@ class Cut:
     step: int
 
     @property
+    def tail(self) -> int:
+        """How many of a step's lanes are no whole span; they come last."""
+        return self.step % self.span
+
+    @property
     def groups_of_span(self) -> int:
         """How many groups a span has entries of."""
         return max(self.span // self.group, 1)
@@ -69,6 +75,10 @@ class Cut:
 def cut_of(lanes: int, groups: int) -> Cut:
     """The cut of rows of `lanes` stored numbers in so many groups."""
     group = lanes // groups
+    tail = lanes % LANES
+    if tail and LANES < lanes <= STEP and (group == lanes or LANES % group == tail % group == 0):
+        span = LANES if group < lanes else _largest(lanes - tail, LANES, SPAN)
+        return Cut(lanes, group, span, lanes)
     if group < LANES:
         span = _largest(lanes, group, LANES)
     else:
@@ -129,7 +139,12 @@ def multiply(
         ),
         interpret=interpret,
         name="linear_grouped" if x_scale is None else "linear_fp8",
-    )(jnp.asarray(layer, jnp.int32).reshape(1), by_half, weight, *beside.values())
+    )(
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        by_half,
+        in_memory(weight, interpret),
+        *beside.values(),
+    )
     return out[:tokens]
 
 
@@ -163,27 +178,16 @@ def _kernel(
     out, acc = rest[len(names) :]
     scale, zero, x_scale = beside["scale"], beside.get("zero"), beside.get("x_scale")
     step = pl.program_id(2)
-    by_group = x_scale if x_scale is not None and x_scale.shape[1] > 1 else None
+    by_group: Any = x_scale if x_scale is not None and x_scale.shape[1] > 1 else None
 
     @pl.when(step == 0)
     def _() -> None:
         acc[...] = jnp.zeros_like(acc)
 
-    def span(number: Any, _: Any) -> None:
-        place = pl.ds(pl.multiple_of(number * cut.span, math.gcd(cut.span, LANES)), cut.span)
-        found, total = _of_span(x, weight[:, place], place, kind, cut, zero is not None)
-        first = number * cut.span // cut.group if cut.groups_of_step > 1 else 0
-        for n in range(cut.groups_of_span):
-            of_group = slice(n * acc.shape[0], (n + 1) * acc.shape[0])
-            own = pl.ds(first + n, 1)
-            part = found[of_group]
-            if zero is not None:
-                part = part - total[of_group] * (zero[own, :] - INT4_ZERO)
-            if by_group is not None:
-                part = part * _column(by_group[...], step * cut.step // cut.group + first + n)
-            acc[...] += part * scale[own, :]
+    def factor(group: Any) -> Any:
+        return _column(by_group[...], step * cut.step // cut.group + group)
 
-    lax.fori_loop(0, cut.step // cut.span, span, None)
+    add_step(acc, x, weight, scale, zero, kind, cut, 0, None if by_group is None else factor)
 
     @pl.when(step == pl.num_programs(2) - 1)
     def _() -> None:
@@ -193,6 +197,37 @@ def _kernel(
         if "bias" in beside:
             y = y + beside["bias"][...].astype(jnp.float32)
         out[...] = y.astype(out.dtype)
+
+
+def add_step(
+    acc: Any, x: Any, weight: Any, scale: Any, zero: Any, kind: str, cut: Cut, first: Any,
+    factor: Callable[[Any], Any] | None = None,
+) -> None:  # fmt: skip
+    """Add to acc [row column] what a step of x [half row step] gives by one of weight [column
+    step], span by span. The step's groups stand in scale and zero [group column] from `first` on;
+    `factor` gives a factor [row 1] of each, counted in the step.
+    """
+
+    def add(lanes: Any, size: int, number: Any) -> None:
+        whole = replace(cut, span=size)
+        found, total = _of_span(x, weight[:, lanes], lanes, kind, whole, zero is not None)
+        for n in range(whole.groups_of_span):
+            of_group, group = slice(n * acc.shape[0], (n + 1) * acc.shape[0]), number + n
+            own, part = pl.ds(first + group, 1), found[of_group]
+            if zero is not None:
+                part = part - total[of_group] * (zero[own, :] - INT4_ZERO)
+            if factor is not None:
+                part = part * factor(group)
+            acc[...] += part * scale[own, :]
+
+    def span(number: Any, _: Any) -> None:
+        lanes = pl.ds(pl.multiple_of(number * cut.span, math.gcd(cut.span, LANES)), cut.span)
+        add(lanes, cut.span, number * cut.span // cut.group if cut.groups_of_step > 1 else 0)
+
+    lax.fori_loop(0, cut.step // cut.span, span, None)
+    if cut.tail:
+        start = cut.step - cut.tail
+        add(pl.ds(start, cut.tail), cut.tail, start // cut.group)
 
 
 def _column(values: jax.Array, index: Any) -> jax.Array:
@@ -255,15 +290,24 @@ def vmem_need(
     """
     (tokens, k), (n, lanes) = x.shape, weight.shape
     cut = cut_of(lanes, groups)
-    rows, columns = min(ROWS, tokens + 32), lanes_of(min(COLUMNS, n))
+    block = min(ROWS, tokens + 32), lanes_of(min(COLUMNS, n))
+    return need_of(cut, k // lanes, block, cut.groups_of_step, bytes_each) | {
+        "scales of rows": 2 * 4 * block[0] * lanes_of(x_scales)
+    }
+
+
+def need_of(
+    cut: Cut, halves: int, block: tuple[int, int], groups: int, bytes_each: int
+) -> dict[str, int]:
+    """What a block of (rows, columns) needs, with scales and zeros of so many groups beside it."""
+    rows, columns = block
     return {
-        "two blocks of a weight": 2 * columns * (lanes_of(cut.step) + 2 * 4 * cut.groups_of_step),
+        "two blocks of a weight": 2 * columns * (lanes_of(cut.step) + 2 * 4 * groups),
         "rows": (2 * lanes_of(cut.step) + cut.groups_of_span * cut.span) * rows * bytes_each
-        * (k // lanes),
+        * halves,
         # Results may be parts of sums, in float32.
         "results and sums": rows * columns * 4 * (2 + 1 + cut.groups_of_span),
-        "a span as numbers": columns * lanes_of(cut.span) * (4 * (k // lanes) + 4 + bytes_each),
-        "scales of rows": 2 * 4 * rows * lanes_of(x_scales),
+        "a span as numbers": columns * lanes_of(cut.span) * (4 * halves + 4 + bytes_each),
     }  # fmt: skip
 
 
@@ -282,15 +326,14 @@ def compiles(
     """What the kernel takes on a TPU."""
     groups, bytes_each = scale.shape[1], jnp.dtype(x.dtype).itemsize
     return answer(
-        _broken(weight, groups),
+        refused_groups(weight.shape[1], groups),
         refused_memory(target_kind(), vmem_need(x, weight, groups, bytes_each)),
         takes(x, weight, scale, zero, bias, kind),
     )
 
 
-def _broken(weight: Any, groups: int) -> Refusal | None:
-    """Why groups of a weight's rows do not lie in registers."""
-    lanes = weight.shape[1]
+def refused_groups(lanes: int, groups: int) -> Refusal | None:
+    """Why groups of a weight's rows of so many stored numbers do not lie in registers."""
     if cut_of(lanes, groups).span % LANES == 0:
         return None
     return Refusal(
@@ -381,7 +424,7 @@ def fp8_compiles(
     x_scales = 1 if x_scale is None else x_scale.shape[1]
     groups = max(weight_scale.shape[1], x_scales)
     return answer(
-        _broken(weight, groups),
+        refused_groups(weight.shape[1], groups),
         refused_memory(target_kind(), vmem_need(x, weight, groups, 2, x_scales)),
         fp8_takes(x, weight, x_scale, weight_scale, bias, dtype),
     )

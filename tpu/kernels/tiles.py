@@ -4,6 +4,11 @@ of it, so that a product has one step. By arithmetic alone: nothing here was tim
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+
 from .cache import LANES
 
 BLOCK = 4 << 20
@@ -28,3 +33,13 @@ def columns_at_once(n: int, row_bytes: int) -> int:
         return n
     parts = -(-n // most)
     return -(-n // parts // LANES) * LANES
+
+
+def in_memory(stack: jax.Array, interpret: Any) -> jax.Array:
+    """A stack of all layers as a kernel's argument. XLA brings one that fits into vector memory
+    there before the call: all layers, in each of them.
+    """
+    if interpret or len(stack) == 1:
+        return stack
+    kept: jax.Array = pltpu.with_memory_space_constraint(stack, pltpu.HBM)
+    return kept
