@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from ...ops.cases import load_all
 from ...ops.reference.paged import oldest_seen
 from ...ops.reference.quantization import FP8_MAX
 from ...ops.testing import TESTING, Arguments, Case, limits
@@ -35,6 +36,7 @@ def probes(op: str, arguments: Arguments, seed: int = 0) -> list[Case]:
     """Probes of an op, shaped like `arguments`; none if there are none for these. An op that is
     judged bitwise is probed by the arguments themselves.
     """
+    load_all()  # it says which ops are judged bitwise
     made = PROBES.get(op)
     if made is not None:
         rng = np.random.default_rng([seed, len(op), *op.encode()])
