@@ -201,6 +201,15 @@ def divergence(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return out
 
 
+def trend(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """The slope of the line through points [n], and its standard error."""
+    x = x - x.mean()
+    power = float((x * x).sum())
+    slope = float((x * y).sum()) / power
+    rest = y - y.mean() - slope * x
+    return slope, float((rest * rest).sum() / (len(x) - 2) / power) ** 0.5
+
+
 TIE_FACTOR = 4.0
 
 
