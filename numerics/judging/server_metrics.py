@@ -16,7 +16,7 @@ import numpy as np
 from .diff import Diff, LogitsFinding
 from .gates import FOREIGN, Mode
 from .logits_metrics import KL_FLOOR, flip_record, named_divergence
-from .metrics import DEVIATIONS, TIE_FACTOR, Flip, log_softmax, trend
+from .metrics import DEVIATIONS, TIE_FACTOR, Flip, independent, log_softmax, trend
 
 MIN_ROWS = 8
 """Positions that a way of asking needs before it is judged by itself."""
@@ -196,9 +196,8 @@ def _pool(rows: Sequence[NamedRow], half_ulp: float, dtype: str) -> Iterator[tup
             spreads[i] = (x * x).sum()
             scores[i] = (x * error[surely]).sum()
             slope_noises[i] = (x * noise[surely]).sum() ** 2 + (x * x * rounding[surely]).sum()
-    effective = noises.sum() ** 2 / (noises**2).sum()
     total = max(float(spreads.sum()), 1e-30)
-    chance = DEVIATIONS / effective**0.5
+    chance = DEVIATIONS / independent(noises) ** 0.5
     kl_noise = kl_noises.mean() + 2 * kl_noises.std() / len(rows) ** 0.5 + roundings.mean()
     # In float32 only the order of sums is open, which no contract states either.
     sigma_limit = (TIE_FACTOR if dtype == "float32" else FOREIGN) + chance

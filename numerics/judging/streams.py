@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .gates import HALF_ULP32, Family, Mode
-from .metrics import DEVIATIONS
+from .metrics import DEVIATIONS, independent
 from .served import OF_ROW, POOLED
 
 
@@ -100,8 +100,7 @@ def judge_streams(errors: StreamErrors, mode: Mode) -> tuple[tuple[float, ...], 
         sigmas.append(sigma)
         if first:
             continue
-        effective = float(power.sum() ** 2 / (power**2).sum())
-        limit = POOLED[mode] + DEVIATIONS / effective**0.5
+        limit = POOLED[mode] + DEVIATIONS / independent(power) ** 0.5
         ratios = errors.ratios(layer, compared)
         wrong = np.flatnonzero(ratios > allowed)
         where = "the embedding" if layer == 0 else f"layer.{layer - 1}"

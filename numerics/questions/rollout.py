@@ -19,7 +19,7 @@ import numpy as np
 from ...shared.errors import ConfigError
 from ...shared.sampling_params import SamplingParams
 from ..judging.gates import FEWEST, Family, mode_of
-from ..judging.metrics import log_softmax, trend
+from ..judging.metrics import independent, log_softmax, trend
 from ..judging.record import Report
 from ..judging.served import POOLED
 from ..judging.server_metrics import GROWTH
@@ -222,11 +222,10 @@ def _known(
 
 def _sigma(dtype: str, delta: np.ndarray, noise: np.ndarray) -> tuple[float, float]:
     """(the difference over that of two noises, what is allowed)."""
-    power = float((noise**2).sum())
-    effective = power**2 / float((noise**4).sum())
-    pooled = POOLED[mode_of(dtype)]
-    sigma = float(np.sqrt((delta**2).sum() / (2.0 * power)))
-    return sigma, pooled * Family(QUESTIONS).spread(max(effective, FEWEST))
+    power = noise**2
+    sigma = float(np.sqrt((delta**2).sum() / (2.0 * power.sum())))
+    spread = Family(QUESTIONS).spread(max(independent(power), FEWEST))
+    return sigma, POOLED[mode_of(dtype)] * spread
 
 
 def _ratios(delta: np.ndarray) -> Figures:
