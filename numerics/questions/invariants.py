@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
@@ -18,7 +19,6 @@ import numpy as np
 
 from ...ops.testing import limits
 from ...shared.errors import ConfigError, TwinferError
-from ...shared.models import decoder
 from ...shared.models.caches import CacheLayout
 from ..errors import EQUAL, FAILED
 from ..judging.amplification import TRIES, amplification
@@ -132,12 +132,11 @@ class Lab:
         """The usual schedule on another worker: its logits, or, not `usual`, what `execute`
         gives.
         """
-        bench = Bench(self.subject, self.target, self.lengths, self.fault, **options)
-        try:
+        with closing(
+            Bench(self.subject, self.target, self.lengths, self.fault, **options)
+        ) as bench:
             run = bench.logits if usual else bench.outputs
             return run(Schedule(), self.prompts)
-        finally:
-            bench.close()
 
 
 # --- the relations
@@ -367,16 +366,14 @@ class Judge:
 
     def __init__(self, subject: Subject, mode: Mode, layout: CacheLayout) -> None:
         self._subject, self._mode, self._layout = subject, mode, layout
-        self._usual = Rows()
+        self._references = References(subject, Rows(), layout)
         # In float32 the noise of a reference is one order of sums: mode P is mode S.
         self._gates: Mode = "S" if subject.dtype == "float32" else mode
-        self._noise: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] | None = None
-        self._errors: dict[tuple[Any, ...], Amplified] = {}
 
     def __call__(self, relation: Relation, pair: tuple[Rows, Rows]) -> Result:
         """The result of a relation."""
-        if pair[0] is not self._usual:
-            self._usual, self._noise, self._errors = pair[0], None, {}
+        if pair[0] is not self._references.usual:
+            self._references = References(self._subject, pair[0], self._layout)
         one, other = pair[0].first(), pair[1]
         result = Result(relation.name, self._mode, relation.promise, relation.reason)
         both = [(key, v) for key, v in zip(other.keys, other.values, strict=True) if key in one]
@@ -418,8 +415,11 @@ class Judge:
         if 1.0 < found.figure < np.inf:
             # However far it is: the limit is that of a row, and one row in which attention is all
             # but tied may be any number, beside others of full precision.
+            of_dtype = limits(storage_dtype(self._subject.dtype)).half_ulp
+            half_ulp = HALF_ULP32 if self._gates == "S" else of_dtype
             for tries in TRIES:
-                found = judge(keys, a, b, self._amplified(keys, a.shape[1], tries))
+                amplified = self._references.amplified(keys, a.shape[1], half_ulp, tries)
+                found = judge(keys, a, b, amplified)
                 if found.complaints:
                     break
         result.figure, result.detail = found.figure, f"{len(keys)} rows, {found.detail}"
@@ -461,7 +461,7 @@ class Judge:
         self, keys: list[tuple[int, int]], a: np.ndarray, b: np.ndarray, amplified: Amplified | None
     ) -> _Judged:
         """The two runs differ by the noise of two roundings of the run dtype."""
-        right, noisy = self._of_noise(keys, a.shape[1])
+        right, noisy = (self._references.rows(keys, a.shape[1], exact) for exact in (True, False))
         m = measure(b, a, a + 2**0.5 * (noisy - right))
         if amplified is not None:
             amplified = replace(amplified, rel_l2=2**0.5 * amplified.rel_l2)
@@ -476,78 +476,68 @@ class Judge:
         place = _place(keys[m.worst[0]]) if m.worst else ""
         return [f"{complaint}; largest error at {place}" for complaint in gate.complaints(m)]
 
-    def _amplified(self, keys: Sequence[tuple[int, int]], width: int, tries: int) -> Amplified:
-        """What the run makes of errors of its ops' inputs. The references take as long as the runs:
-        this is asked only if the limits without are exceeded, and once for all relations.
-        """
-        asked = (*keys, width, tries)
-        if asked in self._errors:
-            return self._errors[asked]
-
-        def run(tracer: Tracer | None) -> list[np.ndarray]:
-            found = reference_logits(self._subject, self._usual, self._layout, True, tracer)
-            return [_of_width(np.stack([found[key] for key in keys]), width)]
-
-        half_ulp = HALF_ULP32
-        if self._gates == "P":
-            half_ulp = limits(storage_dtype(self._subject.dtype)).half_ulp
-        (found,) = amplification(lambda rng: run(Jitter(rng, half_ulp)), run(None), tries)
-        self._errors[asked] = found
-        return found
-
-    def _of_noise(
-        self, keys: Sequence[tuple[int, int]], width: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of both references: logits, or their best log-probabilities if that is what rows
-        hold.
-        """
-        if self._noise is None:
-            self._noise = reference_rows(self._subject, self._usual, self._layout)
-        pairs = [self._noise[key] for key in keys]
-        right, noisy = (np.stack([pair[i] for pair in pairs]).astype(np.float64) for i in (0, 1))
-        return _of_width(right, width), _of_width(noisy, width)
-
 
 ROW_FACTOR = 4.0
 """A row may be off by so many times what all rows together may."""
 
 
-def _of_width(logits: np.ndarray, width: int) -> np.ndarray:
-    """Logits [row vocab], or their best log-probabilities if rows hold fewer numbers."""
-    return logits if width == logits.shape[1] else best_logprobs(logits, width)
-
-
-def best_logprobs(logits: np.ndarray, count: int) -> np.ndarray:
-    """The best log-probabilities of logits [row vocab], falling: [row count] float64."""
-    best: np.ndarray = -np.sort(-log_softmax(logits), axis=1)[:, :count]
-    return best
-
-
-def reference_rows(
-    subject: Subject, usual: Rows, layout: CacheLayout
-) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
-    """The logits of the exact and of the faithful reference, by (request, position), over the
-    steps of a run, whose pages lie as `layout` says.
+class References:
+    """Both references over the steps of a run, whose pages lie as `layout` says: by (request,
+    position) of each of its tokens.
     """
-    right, noisy = (reference_logits(subject, usual, layout, exact) for exact in (True, False))
-    return {key: (right[key], noisy[key]) for key in right}
+
+    def __init__(self, subject: Subject, usual: Rows, layout: CacheLayout) -> None:
+        self._subject, self._layout, self.usual = subject, layout, usual
+        self._known: dict[bool, dict[tuple[int, int], np.ndarray]] = {}
+        self._amplified: dict[Any, Amplified] = {}
+
+    def rows(self, keys: Sequence[tuple[int, int]], width: int, exact: bool) -> np.ndarray:
+        """Rows [key width] of one reference: logits, or their best log-probabilities if there are
+        fewer.
+        """
+        if exact not in self._known:
+            self._known[exact] = self._run(exact)
+        return _of_width(np.stack([self._known[exact][key] for key in keys]), width)
+
+    def amplified(
+        self, keys: Sequence[tuple[int, int]], width: int, half_ulp: float, tries: int
+    ) -> Amplified:
+        """What the run makes of errors of its ops' inputs. The references take as long as the runs:
+        this is asked only if the limits without are exceeded, and once for all relations.
+        """
+        asked = (*keys, width, half_ulp, tries)
+        if asked not in self._amplified:
+
+            def run(rng: np.random.Generator) -> list[np.ndarray]:
+                found = self._run(True, Jitter(rng, half_ulp))
+                return [_of_width(np.stack([found[key] for key in keys]), width)]
+
+            (found,) = amplification(run, [self.rows(keys, width, True)], tries)
+            self._amplified[asked] = found
+        return self._amplified[asked]
+
+    def _run(self, exact: bool, tracer: Tracer | None = None) -> dict[tuple[int, int], np.ndarray]:
+        model, steps, weights = self._subject.model, self.usual.steps, HostWeights(self._subject)
+        groups = [place.group for place in self._layout.places]
+        reference = Reference(
+            model, self._subject.rotary_tables(), exact=exact, groups=groups, tracer=tracer
+        )
+        dtype = np.float64 if exact else weights.top()["embed"].dtype
+        shapes = [(pages_of(steps), *self._layout.page_shape(i)) for i in range(model.num_layers)]
+        caches = [np.full(shape, np.nan, dtype) for shape in shapes]
+        rows: list[np.ndarray] = []
+        ran = reference.run_steps(weights, caches, steps)
+        for step, (_, finished) in zip(steps, ran, strict=True):
+            rows += list(reference.head(weights.top(), finished)[: real_tokens(step)])
+        return dict(zip(self.usual.computed, rows, strict=True))
 
 
-def reference_logits(
-    subject: Subject, usual: Rows, layout: CacheLayout, exact: bool, tracer: Tracer | None = None
-) -> dict[tuple[int, int], np.ndarray]:
-    """As `reference_rows`, of one reference, whose ops' calls `tracer` sees."""
-    model, steps, weights = subject.model, usual.steps, HostWeights(subject)
-    tables = decoder.rotary_tables(model, subject.max_model_len)
-    groups = [place.group for place in layout.places]
-    reference = Reference(model, tables, exact=exact, groups=groups, tracer=tracer)
-    dtype = np.float64 if exact else weights.top()["embed"].dtype
-    shapes = [(pages_of(steps), *layout.page_shape(i)) for i in range(model.num_layers)]
-    caches = [np.full(shape, np.nan, dtype) for shape in shapes]
-    rows: list[np.ndarray] = []
-    for step, (_, finished) in zip(steps, reference.run_steps(weights, caches, steps), strict=True):
-        rows += list(reference.head(weights.top(), finished)[: real_tokens(step)])
-    return dict(zip(usual.computed, rows, strict=True))
+def _of_width(logits: np.ndarray, width: int) -> np.ndarray:
+    """Logits [row vocab] in float64, or as many of their best log-probabilities, falling."""
+    if width == logits.shape[1]:
+        return logits.astype(np.float64)
+    best: np.ndarray = -np.sort(-log_softmax(logits), axis=1)[:, :width]
+    return best
 
 
 def _place(key: tuple[int, int]) -> str:
@@ -577,14 +567,12 @@ def check_invariants(
         report.environment = {"model": subject.name, "dtype": subject.dtype} | describe_side(
             target, lab.bench.worker.device, lab.bench.worker.plans()
         )
-        try:
+        with closing(lab.bench):
             judge = Judge(where, mode, lab.bench.layout)
             for one in _chosen(names, lab, report):
                 relation = promised(one, target)
                 progress(f"mode {mode}: {relation.name}")
                 _check(report, judge, relation, lab)
-        finally:
-            lab.bench.close()
     report.seconds = time.perf_counter() - started
     return report
 
