@@ -142,14 +142,17 @@ class Diff(Report):
         """
         return sorted((f for f in self.findings if not f.passed), key=_order)
 
-    def _complaints(self) -> list[str]:
-        """What is wrong at the ends."""
-        served = [complaint for entry in self.served for complaint in entry.complaints]
-        return [complaint for entry in self.logits for complaint in entry.complaints] + served
+    def wrong(self) -> list[str]:
+        """What is wrong, in words: findings as in `failures`, problems, and the ends."""
+        found = [
+            f"{f.side}, mode {f.mode}, {f.name}: {'; '.join(f.complaints)}" for f in self.failures
+        ]
+        ends: list[Any] = [*self.logits, *self.served]
+        return [*found, *self.problems, *(text for entry in ends for text in entry.complaints)]
 
     @property
     def is_wrong(self) -> bool:
-        return bool(self.failures or self.problems or self._complaints())
+        return bool(self.wrong())
 
     @property
     def has_compared(self) -> bool:
@@ -172,13 +175,11 @@ class Diff(Report):
         return list(best.values())[:count]
 
     def assert_ok(self) -> None:
-        """Raise AssertionError for a numeric failure, NotComparable if not everything was
-        compared.
+        """Raise AssertionError with the first things that are wrong, NotComparable if not
+        everything was compared.
         """
         if self.exit_code == FAILED:
-            first = self.first_divergence()
-            what = [f"{first.side} {first.name}: {'; '.join(first.complaints)}"] if first else []
-            raise AssertionError("\n".join([*what, *self.problems, *self._complaints()]))
+            raise AssertionError("\n".join(self.wrong()[:10]))
         if self.exit_code == NOT_COMPARED:
             raise NotComparable("not compared: " + (", ".join(self.missing[:5]) or "anything"))
 

@@ -9,7 +9,6 @@ says when.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,33 +17,14 @@ from .metrics import DEVIATIONS, independent
 from .served import OF_ROW, POOLED
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOfPass:
-    """A token that an engine computed: in which step, of which kind, and whose."""
-
-    step: int
-    kind: str
-    request: int
-    position: int
-
-    def __str__(self) -> str:
-        return f"step {self.step} ({self.kind}), request {self.request}, position {self.position}"
-
-
-@dataclass(slots=True)
 class StreamErrors:
     """Mean squares [layer + 1, tok] over all passes of a run: errors, and noise. NaN where nothing
-    was compared.
+    was compared. `tokens` says what each token is.
     """
 
-    tokens: Sequence[TokenOfPass]
-    layers: int
-    error: np.ndarray = field(init=False)
-    noise: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        size = self.layers + 1, len(self.tokens)
-        self.error, self.noise = np.full(size, np.nan), np.full(size, np.nan)
+    def __init__(self, tokens: Sequence[str], layers: int) -> None:
+        self.tokens, self.layers = tokens, layers
+        self.error, self.noise = np.full((2, layers + 1, len(tokens)), np.nan)
 
     def look(
         self, layer: int, tokens: np.ndarray, got: np.ndarray, exact: np.ndarray, noisy: np.ndarray,

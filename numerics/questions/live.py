@@ -25,7 +25,6 @@ from ...shared.step import StepInput, StepOutput, batch_layout, history_rows
 from ..bundles.bundle import Bundle, write
 from ..bundles.capturing import LOGPROBS, keep_layers
 from ..bundles.steps import Recorded, filled, renumbered, used_pages
-from ..errors import FAILED
 from ..sides.environment import describe_side
 from ..sides.sampling import sampled_rows
 from ..sides.side import finished_rows, own_cache
@@ -240,15 +239,7 @@ class Camera:
     def _mismatch(self, bundle: Bundle) -> str:
         """What another backend computes otherwise, or ""."""
         diff = replay(bundle, [self._policy.mismatch])  # type: ignore[list-item]
-        if diff.exit_code != FAILED:
-            return ""
-        first = diff.first_divergence()
-        what = (
-            f"{first.side} {first.name}: {'; '.join(first.complaints)}"
-            if first
-            else "; ".join(diff.problems)
-        )
-        return f"mismatch: {what or [c for entry in diff.logits for c in entry.complaints]}"
+        return f"mismatch: {'; '.join(diff.wrong()[:3])}" if diff.is_wrong else ""
 
 
 def _streams(output: StepOutput) -> np.ndarray:

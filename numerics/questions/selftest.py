@@ -230,17 +230,8 @@ class _Bench:
     def clean(self, seed: int) -> Iterator[str]:
         """Run a model of another seed without a fault; yields what is found."""
         diff = self._compare(seed)
-        for finding in diff.failures:
-            yield (
-                f"{finding.side}: mode {self.mode}, seed {seed}, {finding.name}: "
-                f"{'; '.join(finding.complaints)}"
-            )
-        for text in (
-            *diff.problems,
-            *diff.missing,
-            *(c for entry in diff.logits for c in entry.complaints),
-        ):
-            yield f"mode {self.mode}, seed {seed}, {text}"
+        for text in (*diff.wrong(), *diff.missing):
+            yield f"mode {self.mode}, seed {seed}: {text}"
 
 
 class _Invariants:
@@ -260,7 +251,7 @@ class _Invariants:
         """Run the prompts of a seed without a fault; yields what is found."""
         for side in self.targets:
             for text in self._run(side, seed):
-                yield f"{side}: mode I, seed {seed}, {text}"
+                yield f"mode I, seed {seed}: {side}: {text}"
 
     def _run(self, side: str, seed: int, fault: Fault | None = None) -> Iterator[str]:
         report = check_invariants(

@@ -33,7 +33,7 @@ from ..judging.diff import Diff
 from ..judging.gates import MODES, Mode, semantics, walk
 from ..judging.metrics import Flip, measure
 from ..judging.served import Choose, Row, judge_row, judge_rows
-from ..judging.streams import StreamErrors, TokenOfPass, judge_streams
+from ..judging.streams import StreamErrors, judge_streams
 from ..judging.weights import check_held
 from ..progress import Progress, silent
 from ..sides.reference import total
@@ -269,15 +269,14 @@ class _Passes:
         # A run without a pass is missing all steps, which is said elsewhere.
         parts = [one.streams for one in served.passes]
         self._streams = np.concatenate(parts, 2) if parts else np.zeros((1, 2, 0, 1), np.float32)
-        tokens = [
-            TokenOfPass(one.number, one.kind, request, position)
-            for one in served.passes
-            for request, position in one.places
-        ]
-        self.errors = StreamErrors(tokens, len(self._streams) - 1)
+        tokens: list[str] = []
         self._at: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for number, token in enumerate(tokens):
-            self._at[sequences[token.request], token.position].append(number)
+        for one in served.passes:
+            for request, position in one.places:
+                self._at[sequences[request], position].append(len(tokens))
+                step = f"step {one.number} ({one.kind})"
+                tokens.append(f"{step}, request {request}, position {position}")
+        self.errors = StreamErrors(tokens, len(self._streams) - 1)
 
     def begin(self, places: Sequence[tuple[int, int]]) -> None:
         """Take the sequence and position of each row that the references compute next."""
