@@ -527,8 +527,8 @@ class References:
         caches = [np.full(shape, np.nan, dtype) for shape in shapes]
         rows: list[np.ndarray] = []
         ran = reference.run_steps(weights, caches, steps)
-        for step, (_, finished) in zip(steps, ran, strict=True):
-            rows += list(reference.head(weights.top(), finished)[: real_tokens(step)])
+        for step, (*_, logits) in zip(steps, ran, strict=True):
+            rows += list(logits[: real_tokens(step)])
         return dict(zip(self.usual.computed, rows, strict=True))
 
 
