@@ -37,19 +37,9 @@ SAMPLING = "greedy_sample", "quantize_logits", "penalties", "sample", "penalised
 """Ops behind the model: probed by their own cases, which are judged bit for bit."""
 
 
-def expected(op: str, arguments: Arguments, like: Sequence[Any]) -> list[np.ndarray]:
-    """The bits that an op must give: the oracle's numbers, rounded to float32 and then to the
-    dtypes of `like`.
-    """
-    with np.errstate(all="ignore"):
-        outputs = [np.asarray(out) for out in oracle(op, arguments)]
-        wide = [out.astype(np.float32) if out.dtype == np.float64 else out for out in outputs]
-        return [out.astype(dtype) for out, dtype in zip(wide, like, strict=True)]
-
-
 class ExactJudge:
-    """Compares outputs with the bits that they must have. Zeros are equal whatever their sign;
-    NaN is like NaN.
+    """Compares outputs with the bits that they must have: the oracle's numbers, rounded to float32
+    and then to the dtypes of the op. Zeros are equal whatever their sign; NaN is like NaN.
     """
 
     def __init__(self, op: str, arguments: Arguments) -> None:
@@ -57,7 +47,9 @@ class ExactJudge:
             like = [out.dtype for out in run(op, "numpy", None, arguments)]
             free = TESTING[op].free if op in TESTING else None
             marks = free(arguments) if free is not None else None
-        self.wanted = expected(op, arguments, like)
+            outputs = [np.asarray(out) for out in oracle(op, arguments)]
+            wide = [out.astype(np.float32) if out.dtype == np.float64 else out for out in outputs]
+            self.wanted = [out.astype(dtype) for out, dtype in zip(wide, like, strict=True)]
         self.free = marks if isinstance(marks, tuple) else (marks,) * len(like)
 
     def unequal(self, outputs: Sequence[np.ndarray]) -> Iterator[np.ndarray]:

@@ -56,27 +56,25 @@ def parse_policy(text: str) -> Policy:
     ConfigError.
     """
     folder, *words = text.split(",")
-    policy, requests, steps = Policy(folder), set(), set()
+    requests, steps, rest = set[str](), set[int](), dict[str, Any]()
     for word in words:
         name, sign, value = word.partition("=")
+        number = int(value) if value.isdecimal() else -1
         if name == "nan" and not sign:
-            policy = replace(policy, nan=True)
+            rest[name] = True
         elif name == "mismatch" and value:
-            policy = replace(policy, mismatch=parse_target(value))
+            rest[name] = parse_target(value)
         elif name == "request" and value:
             requests.add(value)
-        elif name == "step" and value.isdecimal():
-            steps.add(int(value))
-        elif name == "most" and value.isdecimal() and int(value) > 0:
-            policy = replace(policy, most=int(value))
-        elif name == "every" and value.isdecimal() and int(value) > 0:
-            policy = replace(policy, every=int(value))
+        elif name == "step" and number >= 0:
+            steps.add(number)
+        elif name in ("most", "every") and number > 0:
+            rest[name] = number
         else:
             raise ConfigError(f"capture: got {word!r} in {text!r}, allowed is {GRAMMAR}")
-    policy = replace(policy, requests=frozenset(requests), steps=frozenset(steps))
-    if not folder or not (requests or steps or policy.nan or policy.mismatch):
+    if not folder or not (requests or steps or {"nan", "mismatch"} & rest.keys()):
         raise ConfigError(f"capture: got {text!r}, which captures nothing; allowed is {GRAMMAR}")
-    return policy
+    return Policy(folder, frozenset(requests), frozenset(steps), **rest)
 
 
 def attach(engine: Any, config: EngineConfig, folder: str) -> Camera:

@@ -24,7 +24,6 @@ import numpy as np
 from ...ops.declare import REGISTRY
 from ...ops.namespaces import namespace
 from ...shared.engine import Engine, TokenLogprobs
-from ...shared.errors import ConfigError
 from ...shared.request import FinishReason
 from ...shared.sampling_encoding import encode_bias, encode_processors, encode_sampling
 from ...shared.sampling_params import SamplingParams
@@ -39,7 +38,7 @@ from ..progress import Progress, silent
 from ..sides.reference import total
 from ..sides.sampling import sample
 from ..sides.serving import Answer, Ask, Served, serve
-from ..sides.steps import default_prompts, make_owned_steps
+from ..sides.steps import check_prompt, default_prompts, make_owned_steps
 from ..sides.subject import HostWeights, Subject, Target, name_sides
 from .logits import TRANSFORMERS, transformers_logits
 from .model import Caches, Comparison, Streams
@@ -80,16 +79,7 @@ def workload(
     else:
         given = list(prompts)
         for index, ids in enumerate(given):
-            if not 1 <= len(ids) <= longest:
-                raise ConfigError(
-                    f"prompts: prompt {index} has {len(ids)} tokens, allowed are 1 to {longest} "
-                    f"(max_model_len {subject.max_model_len} less {NEW_TOKENS} new ones)"
-                )
-            if ids.min() < 0 or ids.max() >= subject.model.vocab_size:
-                raise ConfigError(
-                    f"prompts: prompt {index} has a token outside of the vocabulary of "
-                    f"{subject.model.vocab_size}"
-                )
+            check_prompt(ids, index, subject, 1, longest)
     words = np.concatenate(given)
 
     def some(count: int) -> np.ndarray:
@@ -138,7 +128,7 @@ def check_served(
     float32 (mode S), and in the run dtype (P) where that is another.
 
     `definition` says whether transformers is asked about the reference; auto: if it is installed.
-    Raises ConfigError, ModelError, BackendUnavailable, NotComparable.
+    Raises ConfigError, RequestError, ModelError, BackendUnavailable, NotComparable.
     """
     named = name_sides(targets)
     if definition == "auto" and find_spec(TRANSFORMERS) is None:

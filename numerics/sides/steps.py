@@ -134,7 +134,7 @@ def make_owned_steps(
     )
     scheduler = Scheduler(config, table)
     for index, ids in enumerate(prompts):
-        _check(ids, index, subject, new_tokens)
+        check_prompt(ids, index, subject, new_tokens + 1, subject.max_model_len)
         params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
         scheduler.add(Request(str(index), ids[: len(ids) - new_tokens], params, seed=index))
     for step, owners, _ in forced_steps(scheduler, shape, prompts):
@@ -162,11 +162,14 @@ def forced_steps(
         scheduler.update(scheduled, np.asarray(tokens, np.int32))
 
 
-def _check(ids: np.ndarray, index: int, subject: Subject, new_tokens: int) -> None:
-    if not new_tokens < len(ids) <= subject.max_model_len:
-        allowed = f"{new_tokens + 1} to {subject.max_model_len}"
+def check_prompt(
+    ids: np.ndarray, index: int, subject: Subject, shortest: int, longest: int
+) -> None:
+    """Raise RequestError for a prompt of another length, or outside of the vocabulary."""
+    if not shortest <= len(ids) <= longest:
         raise RequestError(
-            "prompts", f"prompt {index} has {len(ids)} tokens, allowed are {allowed}"
+            "prompts",
+            f"prompt {index} has {len(ids)} tokens, allowed are {shortest} to {longest}",
         )
     if ids.min() < 0 or ids.max() >= subject.model.vocab_size:
         raise RequestError("prompts", f"prompt {index} has a token outside of the vocabulary")

@@ -16,7 +16,7 @@ from twinfer.numerics.sides.serving import Answer, Ask, Served
 from twinfer.numerics.sides.subject import open_subject, parse_target
 from twinfer.serving.cli import main
 from twinfer.shared import kv_manager, packer, prefix_cache
-from twinfer.shared.errors import ConfigError
+from twinfer.shared.errors import RequestError
 from twinfer.shared.models import decoder
 from twinfer.shared.sampling_params import SamplingParams
 
@@ -364,5 +364,5 @@ def test_the_command(small_model, tmp_path, capsys):
 
 def test_a_prompt_outside_of_the_vocabulary_is_refused(small_model):
     subject = open_subject(small_model, load_format="dummy")
-    with pytest.raises(ConfigError, match="prompt 0 has a token"):
+    with pytest.raises(RequestError, match="prompt 0 has a token"):
         workload(subject, [np.array([300], np.int32)])
