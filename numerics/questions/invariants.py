@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -351,12 +351,8 @@ FAMILY = Family(3 * len(MODES) * len(RELATIONS))
 """The limits of a run: three of a relation in a mode."""
 
 
-class _Judged(NamedTuple):
-    """A relation up to rounding: the largest share of a limit, and what was found."""
-
-    figure: float
-    detail: str
-    complaints: list[str]
+_Judged = tuple[float, str, list[str]]
+"""A relation up to rounding: the largest share of a limit, and what was found."""
 
 
 class Judge:
@@ -411,19 +407,19 @@ class Judge:
         self, result: Result, keys: list[tuple[int, int]], a: np.ndarray, b: np.ndarray
     ) -> None:
         judge = self._semantics if self._gates == "S" else self._precision
-        found = judge(keys, a, b, None)
-        if 1.0 < found.figure < np.inf:
+        figure, detail, complaints = judge(keys, a, b, None)
+        if 1.0 < figure < np.inf:
             # However far it is: the limit is that of a row, and one row in which attention is all
             # but tied may be any number, beside others of full precision.
             of_dtype = limits(storage_dtype(self._subject.dtype)).half_ulp
             half_ulp = HALF_ULP32 if self._gates == "S" else of_dtype
             for tries in TRIES:
                 amplified = self._references.amplified(keys, a.shape[1], half_ulp, tries)
-                found = judge(keys, a, b, amplified)
-                if found.complaints:
+                figure, detail, complaints = judge(keys, a, b, amplified)
+                if complaints:
                     break
-        result.figure, result.detail = found.figure, f"{len(keys)} rows, {found.detail}"
-        result.complaints += found.complaints
+        result.figure, result.detail = figure, f"{len(keys)} rows, {detail}"
+        result.complaints += complaints
 
     def _semantics(
         self, keys: list[tuple[int, int]], a: np.ndarray, b: np.ndarray, amplified: Amplified | None
@@ -447,15 +443,12 @@ class Judge:
         rows = np.where(np.isfinite(rows), rows, np.inf)
         shares = rows / of_rows
         worst = int(shares.argmax())
-        found = _Judged(
-            max(m.rel_l2 / of_all, float(shares[worst])),
-            f"relative error {m.rel_l2:.2g}, worst row {rows.max():.2g}",
-            self._complaints(gate, m, keys),
-        )
+        found = self._complaints(gate, m, keys)
         if shares[worst] > 1.0:
             row = f"worst row {rows[worst]:.3g} > {of_rows[worst]:.3g} at {_place(keys[worst])}"
-            found.complaints.append(row)
-        return found
+            found.append(row)
+        detail = f"relative error {m.rel_l2:.2g}, worst row {rows.max():.2g}"
+        return max(m.rel_l2 / of_all, float(shares[worst])), detail, found
 
     def _precision(
         self, keys: list[tuple[int, int]], a: np.ndarray, b: np.ndarray, amplified: Amplified | None
@@ -468,9 +461,8 @@ class Judge:
         numbers = float(len(a) * self._subject.model.hidden_size)
         gate = precision("logits", m, FAMILY, numbers, len(a), amplified)
         gate = replace(gate, overlap=None)
-        return _Judged(
-            max(gate.shares(m).values()), f"sigma {m.sigma:.3f}", self._complaints(gate, m, keys)
-        )
+        complaints = self._complaints(gate, m, keys)
+        return max(gate.shares(m).values()), f"sigma {m.sigma:.3f}", complaints
 
     def _complaints(self, gate: Gate, m: Metrics, keys: list[tuple[int, int]]) -> list[str]:
         place = _place(keys[m.worst[0]]) if m.worst else ""

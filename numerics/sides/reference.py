@@ -201,13 +201,16 @@ def _ops(exact: bool) -> SimpleNamespace:
     return space
 
 
-def evaluate(op: str, arguments: Mapping[str, Any], *, exact: bool) -> tuple[np.ndarray, ...]:
+def evaluate(
+    op: str, arguments: Mapping[str, Any], *, exact: bool, tracer: Tracer | None = None
+) -> tuple[np.ndarray, ...]:
     """One op: exactly, on float64 copies of its floating arguments, or faithfully, in the dtypes
-    that they have.
+    that they have. `tracer` sees its calls.
     """
+    ops = _ops(exact) if tracer is None else bound(exact, tracer)
     given = widened(REGISTRY[op], dict(arguments)) if exact else arguments
     with np.errstate(all="ignore"):
-        out = getattr(_ops(exact), op)(**given)
+        out = getattr(ops, op)(**given)
     return out if isinstance(out, tuple) else (out,)
 
 
