@@ -324,10 +324,11 @@ def pooled_layers(diff: Diff, side: str, scope: Scope = "layer") -> dict[int, Po
     for f in diff.findings:
         if (f.side, f.scope, f.mode) == (side, scope, "P") and f.layer >= 0:
             of_layer.setdefault(f.layer, []).append(f.metrics)
-    return {layer: _pooled(of_layer[layer]) for layer in sorted(of_layer)}
+    return {layer: pool(of_layer[layer]) for layer in sorted(of_layer)}
 
 
-def _pooled(steps: Sequence[Metrics]) -> Pooled:
+def pool(steps: Sequence[Metrics]) -> Pooled:
+    """A layer over steps."""
     error, noise = (sum(getattr(m, name) for m in steps) for name in ("error_power", "noise_power"))
     rows = sum(m.rows for m in steps)
     return Pooled(
