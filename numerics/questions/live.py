@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +102,12 @@ class _Handle:
 
     def __init__(self, step: StepInput, handle: Any) -> None:
         self.step, self._handle = step, handle
-        self._output: StepOutput | None = None
+
+    @cached_property
+    def _output(self) -> StepOutput:
+        return self._handle.result()
 
     def result(self) -> StepOutput:
-        if self._output is None:
-            self._output = output = self._handle.result()
-            return output
         return self._output
 
 

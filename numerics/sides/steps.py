@@ -61,22 +61,21 @@ def default_prompts(
 
 def read_text(path: str, subject: Subject) -> np.ndarray:
     """The tokens [tok] int32 of a text file. Raises ConfigError."""
+    return np.asarray(encode(_read("text", path), subject), np.int32)
+
+
+def _read(name: str, path: str) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"text: cannot read {path}: {error}") from error
-    return np.asarray(encode(text, subject), np.int32)
+        raise ConfigError(f"{name}: cannot read {path}: {error}") from error
 
 
 def read_prompts(path: str, subject: Subject) -> list[np.ndarray]:
     """Prompts from a file of JSON lines: {"token_ids": [...]} or {"prompt": "text"}. Raises
     ConfigError.
     """
-    prompts = []
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"prompts: cannot read {path}: {error}") from error
+    prompts, lines = [], _read("prompts", path).splitlines()
     for number, line in enumerate(filter(str.strip, lines), 1):
         try:
             record = json.loads(line)
