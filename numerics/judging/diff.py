@@ -11,6 +11,8 @@ from .gates import Family, Mode, Scope
 from .metrics import Metrics, fields_json, jsonable
 from .record import Report
 
+BEHIND = "fused_add_rms_norm", "logits"
+"""Ops outside of layers that stand behind them."""
 ORDER: dict[Scope, int] = {"op": 0, "layer": 1, "inherited": 2, "logits": 3}
 
 
@@ -46,6 +48,14 @@ class Finding:
     def name(self) -> str:
         """`layer.7.linear[qkv]`, or the tap alone outside of layers."""
         return f"layer.{self.layer}.{self.tap}" if self.layer >= 0 else self.tap
+
+    @property
+    def row(self) -> float:
+        """The layer; outside of layers -1 before them, and infinity behind them."""
+        if self.layer >= 0:
+            return self.layer
+        is_behind = self.scope == "logits" or self.tap.split("[")[0] in BEHIND
+        return float("inf") if is_behind else -1
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -265,13 +275,8 @@ def _severity(f: Finding) -> float:
 
 
 def _order(f: Finding) -> tuple[Any, ...]:
-    """Local before inherited; then as the model computes: by step, layer (what stands before the
-    layers first).
-    """
-    local = f.scope in ("op", "layer")
-    is_last = f.scope == "logits" or f.tap.split("[")[0] in ("fused_add_rms_norm", "logits")
-    last = f.layer < 0 and is_last
-    return (not local, f.step, 1_000_000 if last else f.layer, ORDER[f.scope])
+    """Local before inherited; then as the model computes: by step and layer."""
+    return (f.scope not in ("op", "layer"), f.step, f.row, ORDER[f.scope])
 
 
 POOLED_SIGMA = 1.05

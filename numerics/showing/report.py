@@ -34,9 +34,6 @@ METRICS = (
     "overlap",
     "contract",
 )
-LAST = ("fused_add_rms_norm", "logits", "final")
-"""Taps outside of layers that stand behind them."""
-
 Record = Mapping[str, Any]
 
 
@@ -106,15 +103,6 @@ def _mode(findings: Sequence[Finding], sides: Sequence[str], mode: str) -> dict[
         "chart": _chart(findings, sides, mode),
         "layers": _tables(findings, sides),
     }
-
-
-def _row(f: Finding) -> float:
-    """The row of the map: the layer, or, outside layers, -1 before them and infinity behind
-    them.
-    """
-    if f.layer >= 0:
-        return f.layer
-    return math.inf if f.tap.split("[")[0].split(" ")[0] in LAST else -1
 
 
 CAUSES = {
@@ -195,15 +183,15 @@ def _heat(findings: Sequence[Finding], side: str) -> dict[str, Any]:
     metrics = [name for name in METRICS if any(name in _shares(f) for f in local)]
     taps = list(dict.fromkeys(f.tap for f in local if f.scope == "op" and f.layer >= 0))
     rows = []
-    for row in sorted({_row(f) for f in local}):
-        here = [f for f in local if _row(f) == row]
+    for row in sorted({f.row for f in local}):
+        here = [f for f in local if f.row == row]
         cells = [_cell((_shares(f).get(name) for f in here), here, name) for name in metrics]
         cells = cells or [_cell((_share(f) for f in here), here)]
         ops = [
             _cell((_share(f) for f in here if f.tap == tap), [f for f in here if f.tap == tap])
             for tap in taps
         ]
-        whole = [f for f in mine if _row(f) == row and f.scope in ("inherited", "logits")]
+        whole = [f for f in mine if f.row == row and f.scope in ("inherited", "logits")]
         inherited = _cell((_share(f) for f in whole), whole)
         rows.append({"name": _row_name(row), "cells": [*cells, inherited], "ops": ops})
     return {
@@ -360,8 +348,8 @@ def _labels(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _tables(findings: Sequence[Finding], sides: Sequence[str]) -> list[dict[str, Any]]:
     """The op table by layer: for each tap the implementation and the errors on each side."""
     tables = []
-    for row in sorted({_row(f) for f in findings}):
-        here = [f for f in findings if _row(f) == row]
+    for row in sorted({f.row for f in findings}):
+        here = [f for f in findings if f.row == row]
         taps = []
         for scope, tap in dict.fromkeys((f.scope, f.tap) for f in here):
             both = [
