@@ -55,14 +55,13 @@ LEVELS = {"traced": 1, "compiled": 2, "graphs": 3}
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """`what` must not matter. `reason` says why it is promised bitwise, or why it cannot be.
+    """What must not matter. `reason` says why it is promised bitwise, or why it cannot be.
 
     `run` gives the pair (as usual, the other way). `refuses` says why it does not apply to a
     target and a model, or "".
     """
 
     name: str
-    what: str
     promise: Promise
     reason: str
     run: Callable[[Lab], tuple[Rows, Rows]]
@@ -262,68 +261,48 @@ RELATIONS = {
     r.name: r
     for r in (
         Relation(
-            "repeat", "running the same once more", "bitwise", f"{SAME}; nothing is left to chance",
+            "repeat", "bitwise", f"{SAME}; nothing is left to chance",
             _scheduled(lambda lab: Schedule()),
         ),
+        Relation("company", "bitwise", f"{SAME}: rows know only their own", _company),
         Relation(
-            "company", "what other requests say", "bitwise", f"{SAME}: rows know only their own",
-            _company,
-        ),
-        Relation(
-            "page-permutation", "where pages lie", "bitwise", f"{SAME}, gathered from elsewhere",
+            "page-permutation", "bitwise", f"{SAME}, gathered from elsewhere",
             _scheduled(_moved_pages),
         ),
+        Relation("overlap", "bitwise", f"{SAME}; only the host waits less", _overlap),
         Relation(
-            "overlap", "one step in flight or two", "bitwise", f"{SAME}; only the host waits less",
-            _overlap,
+            "batch", "rounding", OTHER_SHAPE, _scheduled(lambda lab: Schedule(alone=True))
         ),
         Relation(
-            "batch", "a request alone or among others", "rounding", OTHER_SHAPE,
-            _scheduled(lambda lab: Schedule(alone=True)),
-        ),
-        Relation(
-            "chunks", "the lengths of a prompt's chunks", "rounding", OTHER_SHAPE,
+            "chunks", "rounding", OTHER_SHAPE,
             _scheduled(lambda lab: Schedule(budget=lab.subject.max_num_seqs)),
         ),
+        Relation("prefix-cache", "rounding", OTHER_SHAPE, _prefix),
+        Relation("preemption", "rounding", OTHER_SHAPE, _preemption),
         Relation(
-            "prefix-cache", "a prefix found in the cache or computed", "rounding", OTHER_SHAPE,
-            _prefix,
-        ),
-        Relation("preemption", "being preempted and resumed", "rounding", OTHER_SHAPE, _preemption),
-        Relation(
-            "padding", "the size that a step is padded to", "rounding", OTHER_SHAPE,
-            _scheduled(lambda lab: Schedule(large=True)),
+            "padding", "rounding", OTHER_SHAPE, _scheduled(lambda lab: Schedule(large=True))
         ),
         Relation(
-            "decode-prefill", "tokens decoded or prefilled", "rounding", OTHER_SHAPE,
+            "decode-prefill", "rounding", OTHER_SHAPE,
             _scheduled(lambda lab: Schedule(decoded=1 << 20)),
         ),
         Relation(
-            "page-groups", "layers with windows keep what they read, or everything", "rounding",
-            OTHER_SHAPE, _with_option("page_groups", False), _windows_here,
+            "page-groups", "rounding", OTHER_SHAPE, _with_option("page_groups", False),
+            _windows_here,
         ),
+        Relation("scan", "rounding", "XLA fuses it otherwise", _scan, _jax_only),
         Relation(
-            "scan", "layers in a loop or unrolled", "rounding", "XLA fuses it otherwise", _scan,
-            _jax_only,
-        ),
-        Relation(
-            "tensor-parallel", "1 shard or 2", "rounding", "partial sums are added up",
+            "tensor-parallel", "rounding", "partial sums are added up",
             _with_option("tensor_parallel_size", 2), _shards_here, ("torch",),
         ),
+        Relation("traced", "bitwise", "the same kernels", _level("traced"), _torch_only),
         Relation(
-            "traced", "eager or traced", "bitwise", "the same kernels", _level("traced"),
-            _torch_only,
+            "compiled", "rounding", OTHER_ORDER, _level("compiled"), _compiles, ("torch",)
         ),
-        Relation(
-            "compiled", "eager or compiled by Inductor", "rounding", OTHER_ORDER,
-            _level("compiled"), _compiles, ("torch",),
-        ),
-        Relation(
-            "graphs", "eager or compiled and replayed as CUDA graphs", "rounding", OTHER_ORDER,
-            _level("graphs"), _graphs_here,
-        ),
+        Relation("graphs", "rounding", OTHER_ORDER, _level("graphs"), _graphs_here),
     )
 }  # fmt: skip
+"""What must not matter; docs/numerics.md says of each what it is."""
 
 
 class _Empty(Exception):
