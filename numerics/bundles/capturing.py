@@ -80,26 +80,18 @@ def keep_layers(
     found: Recorded, streams: np.ndarray, before: Sequence[np.ndarray],
     after: Sequence[np.ndarray], groups: Sequence[int],
 ) -> None:  # fmt: skip
-    """Keep `streams` [layer + 1, 2, tok, dim], before the layers and behind each, and what each
-    layer, of a page group each, wrote to its cache.
+    """Keep `streams` [layer + 1, 2, tok, dim], before the layers and behind each, and the rows that
+    each layer, of a page group each, wrote to its cache; if it wrote anywhere else, the whole
+    cache.
     """
     found.arrays["embed.hidden"] = streams[0, 0]
     for index, (hidden, residual) in enumerate(streams[1:]):
-        name = f"layer.{index}"
-        found.arrays |= {f"{name}.hidden": hidden, f"{name}.residual": residual}
-        keep_cache(found, name, before[index], after[index], groups[index])
-
-
-def keep_cache(
-    found: Recorded, name: str, before: np.ndarray, after: np.ndarray, group: int
-) -> None:
-    """Keep the rows that a layer wrote; if it wrote anywhere else, the whole cache."""
-    slots = written_slots(found.step, group)
-    rows = after.reshape(-1, *after.shape[2:])[slots]
-    if same(with_rows(before, slots, rows), after):
-        found.arrays[f"{name}.kv_rows"] = rows
-    else:
-        found.arrays[f"{name}.kv"] = after
+        name, cache = f"layer.{index}", after[index]
+        slots = written_slots(found.step, groups[index])
+        rows = cache.reshape(-1, *cache.shape[2:])[slots]
+        is_all = same(with_rows(before[index], slots, rows), cache)
+        kept = {f"{name}.kv_rows": rows} if is_all else {f"{name}.kv": cache}
+        found.arrays |= {f"{name}.hidden": hidden, f"{name}.residual": residual} | kept
 
 
 def with_rows(cache: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> np.ndarray:

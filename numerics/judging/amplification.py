@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from .gates import Amplified, Gate
-from .metrics import Metrics
+from .metrics import Metrics, independent
 
 TRIES = 8, 32
 """So many say whether a result is beyond all chance; what is not is judged by more of them, which
@@ -72,7 +72,7 @@ class _Sums:
         return Amplified(
             rel_l2=float(squares.sum() / self._power) ** 0.5 if self._power else 0.0,
             slope=(self._slope / tries) ** 0.5,
-            numbers=float(rows.sum() ** 2 / (rows**2).sum()) if rows.any() else 1.0,
+            numbers=independent(rows),
             tries=tries,
             elements=np.sqrt(squares),
         )

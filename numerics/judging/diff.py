@@ -11,6 +11,8 @@ from .gates import Family, Mode, Scope
 from .metrics import Metrics, fields_json, jsonable
 from .record import Report
 
+BEHIND = "fused_add_rms_norm", "logits"
+"""Ops outside of layers that stand behind them."""
 ORDER: dict[Scope, int] = {"op": 0, "layer": 1, "inherited": 2, "logits": 3}
 
 
@@ -46,6 +48,14 @@ class Finding:
     def name(self) -> str:
         """`layer.7.linear[qkv]`, or the tap alone outside of layers."""
         return f"layer.{self.layer}.{self.tap}" if self.layer >= 0 else self.tap
+
+    @property
+    def row(self) -> float:
+        """The layer; outside of layers -1 before them, and infinity behind them."""
+        if self.layer >= 0:
+            return self.layer
+        is_behind = self.scope == "logits" or self.tap.split("[")[0] in BEHIND
+        return float("inf") if is_behind else -1
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -142,14 +152,17 @@ class Diff(Report):
         """
         return sorted((f for f in self.findings if not f.passed), key=_order)
 
-    def _complaints(self) -> list[str]:
-        """What is wrong at the ends."""
-        served = [complaint for entry in self.served for complaint in entry.complaints]
-        return [complaint for entry in self.logits for complaint in entry.complaints] + served
+    def wrong(self) -> list[str]:
+        """What is wrong, in words: findings as in `failures`, problems, and the ends."""
+        found = [
+            f"{f.side}, mode {f.mode}, {f.name}: {'; '.join(f.complaints)}" for f in self.failures
+        ]
+        ends: list[Any] = [*self.logits, *self.served]
+        return [*found, *self.problems, *(text for entry in ends for text in entry.complaints)]
 
     @property
     def is_wrong(self) -> bool:
-        return bool(self.failures or self.problems or self._complaints())
+        return bool(self.wrong())
 
     @property
     def has_compared(self) -> bool:
@@ -172,13 +185,11 @@ class Diff(Report):
         return list(best.values())[:count]
 
     def assert_ok(self) -> None:
-        """Raise AssertionError for a numeric failure, NotComparable if not everything was
-        compared.
+        """Raise AssertionError with the first things that are wrong, NotComparable if not
+        everything was compared.
         """
         if self.exit_code == FAILED:
-            first = self.first_divergence()
-            what = [f"{first.side} {first.name}: {'; '.join(first.complaints)}"] if first else []
-            raise AssertionError("\n".join([*what, *self.problems, *self._complaints()]))
+            raise AssertionError("\n".join(self.wrong()[:10]))
         if self.exit_code == NOT_COMPARED:
             raise NotComparable("not compared: " + (", ".join(self.missing[:5]) or "anything"))
 
@@ -264,13 +275,8 @@ def _severity(f: Finding) -> float:
 
 
 def _order(f: Finding) -> tuple[Any, ...]:
-    """Local before inherited; then as the model computes: by step, layer (what stands before the
-    layers first).
-    """
-    local = f.scope in ("op", "layer")
-    is_last = f.scope == "logits" or f.tap.split("[")[0] in ("fused_add_rms_norm", "logits")
-    last = f.layer < 0 and is_last
-    return (not local, f.step, 1_000_000 if last else f.layer, ORDER[f.scope])
+    """Local before inherited; then as the model computes: by step and layer."""
+    return (f.scope not in ("op", "layer"), f.step, f.row, ORDER[f.scope])
 
 
 POOLED_SIGMA = 1.05
@@ -323,10 +329,11 @@ def pooled_layers(diff: Diff, side: str, scope: Scope = "layer") -> dict[int, Po
     for f in diff.findings:
         if (f.side, f.scope, f.mode) == (side, scope, "P") and f.layer >= 0:
             of_layer.setdefault(f.layer, []).append(f.metrics)
-    return {layer: _pooled(of_layer[layer]) for layer in sorted(of_layer)}
+    return {layer: pool(of_layer[layer]) for layer in sorted(of_layer)}
 
 
-def _pooled(steps: Sequence[Metrics]) -> Pooled:
+def pool(steps: Sequence[Metrics]) -> Pooled:
+    """A layer over steps."""
     error, noise = (sum(getattr(m, name) for m in steps) for name in ("error_power", "noise_power"))
     rows = sum(m.rows for m in steps)
     return Pooled(

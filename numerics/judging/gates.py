@@ -115,9 +115,7 @@ def walk(reduction: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Upper limits of one kind of comparison; None is not limited. `reason` says where they come
-    from.
-    """
+    """Upper limits of one kind of comparison; None is not limited."""
 
     sigma: float | None = None
     excess: float | None = None
@@ -126,7 +124,6 @@ class Gate:
     slope: float | None = None
     rel_l2: float | None = None
     overlap: float | None = None
-    reason: str = ""
 
     def complaints(self, m: Metrics) -> Iterator[str]:
         """What is wrong with these metrics, in words."""
@@ -182,13 +179,7 @@ def precision(
         return replace(gate, **wider, overlap=None if times > 1.0 else gate.overlap)
     if scope in ("op", "layer"):
         chance = DEVIATIONS / max(m.effective, 1.0) ** 0.5
-        return Gate(
-            1.0 + max(0.05, chance),
-            ROW_OF[scope],
-            3.0,
-            max(0.02, chance),
-            reason="one op or one layer, inputs given",
-        )
+        return Gate(1.0 + max(0.05, chance), ROW_OF[scope], 3.0, max(0.02, chance))
     n = max(min(m.effective, numbers), FEWEST)
     sigma = 1.15 * family.spread(n)
     of_row = family.spread(max(n / rows, FEWEST)) / TOKEN_LIMIT
@@ -196,12 +187,7 @@ def precision(
     # distribution by about 1 - bins / (4 n). Errors of one layer are alike in the next: 3 times.
     alike = (2.0 * sigma / (1.0 + sigma**2)) ** 0.5
     overlap = min(0.97, alike) - 3.0 * bins_of(m.count) / (4.0 * n)
-    return Gate(
-        sigma=sigma,
-        excess=max(2.0, of_row),
-        overlap=max(overlap, 0.0),
-        reason="errors carried through the model",
-    )
+    return Gate(sigma=sigma, excess=max(2.0, of_row), overlap=max(overlap, 0.0))
 
 
 ROW_OF: dict[str, float] = {"op": 1.0, "layer": 4.0 / 3.0}
@@ -234,17 +220,14 @@ def _widened(
     rel_l2: float, slope: float, reduction: int, amplified: Amplified | None, family: Family
 ) -> Gate:
     """The gate of float32 sums, or what chance makes of how an op amplifies errors of its inputs,
-    where that is more.
+    where that is more: sqrt(K / 2) times that.
     """
     if amplified is None:
-        return Gate(
-            rel_l2=rel_l2, slope=slope, reason="2 * 2^-24 * sqrt(K), K terms in the longest sum"
-        )
+        return Gate(rel_l2=rel_l2, slope=slope)
     n, tries, times = amplified.numbers, amplified.tries, walk(reduction)
     return Gate(
         rel_l2=max(rel_l2, times * amplified.rel_l2 * family.spread(n, n * tries)),
         slope=max(slope, times * amplified.slope * family.spread(1, tries)),
-        reason="sqrt(K / 2) times how the op amplifies errors of its inputs, and what chance adds",
     )
 
 
@@ -259,10 +242,7 @@ def foreign(mode: Mode, m: Metrics, reduction: int, depth: int) -> Gate:
     """Logits of a program that is not ours."""
     if mode == "S":
         return semantics("logits", reduction, depth, noise=m.rel_noise)
-    return Gate(
-        sigma=FOREIGN + DEVIATIONS / max(m.effective, 1.0) ** 0.5,
-        reason="roundings that no contract states",
-    )
+    return Gate(sigma=FOREIGN + DEVIATIONS / max(m.effective, 1.0) ** 0.5)
 
 
 def semantics(
@@ -283,20 +263,14 @@ def semantics(
     of the faithful float32 reference, which is made of so many independent `numbers`. Neither is
     ever below the limits without.
     """
-    allowed = 2.0 * HALF_ULP32 * reduction**0.5
+    allowed = 2.0 * HALF_ULP32 * reduction**0.5  # K terms in the longest sum
     if scope in ("op", "layer"):
         return _widened(allowed, 1e-6, reduction, amplified, family)
     most = family.spread(FEWEST) * noise
     # Where one channel is nearly all of the stream, an error of it is a slope.
     share = min(max(numbers, 1.0), FEWEST) ** -0.5
     rel_l2, slope = max(allowed * 2.0 * (1 + depth), most), max(1e-5, most * share)
-    if amplified is not None:
-        return _widened(rel_l2, slope, reduction, amplified, family)
-    return Gate(
-        rel_l2=rel_l2,
-        slope=slope,
-        reason="as a layer, added up over the layers, or what the run's own noise leaves to chance",
-    )
+    return _widened(rel_l2, slope, reduction, amplified, family)
 
 
 def parse_modes(text: str, allowed: Sequence[str] = ALL_MODES) -> tuple[Any, ...]:

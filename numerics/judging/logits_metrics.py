@@ -11,7 +11,7 @@ from ..errors import NotComparable
 from ..sides.steps import where
 from .diff import LogitsFinding
 from .gates import FEWEST, Family, Mode
-from .metrics import Flip, agreement, divergence, flips, log_softmax
+from .metrics import Flip, agreement, divergence, flips, independent, log_softmax
 
 KL_LIMIT = 1.3
 """Mean divergence of a side from the exact reference, over that of the noise, besides chance."""
@@ -47,7 +47,7 @@ def compare_logits(
     complaints = [f"{len(real)} tokens differ by more than rounding explains"] if real else []
     if mode == "P":
         noise, words = _expected(exact, faithful)
-        logits = max(min(_effective(exact, faithful), numbers), FEWEST)
+        logits = max(min(independent((faithful.astype(np.float64) - exact) ** 2), numbers), FEWEST)
         # A divergence is as the square of an error: few numbers may be off by the F distribution.
         chance = family.spread(min(words, logits), logits) ** 2
         for side, limit in (("a", KL_LIMIT), ("b", kl_limit_b)):
@@ -102,10 +102,3 @@ def _expected(exact: np.ndarray, faithful: np.ndarray) -> tuple[float, float]:
     rows = noise.var(-1) * (1.0 - together) / 2.0
     power = float((rows * rows * together / np.maximum(1.0 - together, together)).sum())
     return float(rows.mean()), float(rows.sum()) ** 2 / power if power else float(noise.size)
-
-
-def _effective(exact: np.ndarray, faithful: np.ndarray) -> float:
-    """Independent numbers that the noise is made of."""
-    noise = faithful.astype(np.float64) - exact
-    fourth = float((noise**4).sum())
-    return float((noise**2).sum()) ** 2 / fourth if fourth else float(noise.size)

@@ -114,7 +114,7 @@ def measure(got: np.ndarray, exact: np.ndarray, faithful: np.ndarray) -> Metrics
         worst=place,
         special=special,
         count=count,
-        effective=n2 * n2 / float((noise**4).sum()) if n2 else float(size),
+        effective=independent(noise**2) if n2 else float(size),
         error_power=e2,
         noise_power=n2,
         rows=excess_of_rows.size,
@@ -122,6 +122,12 @@ def measure(got: np.ndarray, exact: np.ndarray, faithful: np.ndarray) -> Metrics
         row_squares=float((excess_of_rows**2).sum()),
         beyond=int((known & ~usable).sum()),
     )
+
+
+def independent(power: np.ndarray) -> float:
+    """Of how many independent numbers a sum of powers is made: one outlier counts as one."""
+    squares = float((power * power).sum())
+    return float(power.sum()) ** 2 / squares if squares else float(power.size)
 
 
 def _ratio(a: float, b: float) -> float:
@@ -199,6 +205,15 @@ def divergence(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     p, q = log_softmax(a), log_softmax(b)
     out: np.ndarray = (np.exp(p) * (p - q)).sum(-1)
     return out
+
+
+def trend(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """The slope of the line through points [n], and its standard error."""
+    x = x - x.mean()
+    power = float((x * x).sum())
+    slope = float((x * y).sum()) / power
+    rest = y - y.mean() - slope * x
+    return slope, float((rest * rest).sum() / (len(x) - 2) / power) ** 0.5
 
 
 TIE_FACTOR = 4.0

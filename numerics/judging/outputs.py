@@ -13,7 +13,7 @@ import numpy as np
 from ...ops import REGISTRY
 from ...ops.cases import load_all
 from ...ops.testing import TESTING, Judge, Verdict, limits
-from ..sides.jitter import HALF_ULP32, evaluate_jittered
+from ..sides.jitter import HALF_ULP32, Jitter
 from ..sides.reference import evaluate
 from ..sides.taps import Call, Declared
 from .amplification import HOPELESS, TRIES, amplification, worth_trying
@@ -188,7 +188,9 @@ class OpJudge:
             return [*(self._rows(x, call, i) for i, x in enumerate(outputs)), *outputs]
 
         found = amplification(
-            lambda rng: both(evaluate_jittered(call.op, arguments, rng, half_ulp)),
+            lambda rng: both(
+                evaluate(call.op, arguments, exact=True, tracer=Jitter(rng, half_ulp))
+            ),
             both(exact),
             tries,
         )

@@ -15,7 +15,7 @@ import numpy as np
 
 from .diff import ServedFinding
 from .gates import FEWEST, HALF_ULP32, Family, Mode
-from .metrics import TIE_FACTOR, Flip, log_softmax
+from .metrics import TIE_FACTOR, Flip, independent, log_softmax
 
 Choose = Callable[[np.ndarray], np.ndarray]
 """The tokens [row] that the sampler takes for one position, given logits [row vocab] float32."""
@@ -131,9 +131,8 @@ def judge_rows(
     sigma = limit = worst = 0.0
     place, complaints = "", [row.problem for row in rows if row.problem]
     if measured:
-        effective = float(power.sum() ** 2 / (power**2).sum()) if power.any() else 1.0
         sigma = float(np.sqrt(error.sum() / power.sum())) if power.any() else 0.0
-        limit = POOLED[mode] * Family(RUNS).spread(max(effective, FEWEST))
+        limit = POOLED[mode] * Family(RUNS).spread(max(independent(power), FEWEST))
         allowed = OF_ROW[mode] * Family(len(measured)).deviations
         shares = np.sqrt(error / np.maximum(power, power.mean())) / allowed
         wrong = np.flatnonzero(shares > 1.0)

@@ -16,7 +16,7 @@ import numpy as np
 from .diff import Diff, LogitsFinding
 from .gates import FOREIGN, Mode
 from .logits_metrics import KL_FLOOR, flip_record, named_divergence
-from .metrics import DEVIATIONS, TIE_FACTOR, Flip, log_softmax
+from .metrics import DEVIATIONS, TIE_FACTOR, Flip, independent, log_softmax, trend
 
 MIN_ROWS = 8
 """Positions that a way of asking needs before it is judged by itself."""
@@ -128,50 +128,6 @@ def compare_named(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """One pool of positions. `sigma` is the error of the log-probabilities over the noise, `slope`
-    that of the server's against the exact ones less 1, `kl` the mean divergence in nats of the
-    named tokens from the exact ones, `growth` that of sigma along positions; each with what is
-    allowed.
-    """
-
-    way: str
-    rows: int
-    sigma: float
-    sigma_limit: float
-    slope: float
-    slope_limit: float
-    kl: float
-    kl_limit: float
-    growth: float
-    growth_limit: float
-
-    def complaints(self) -> Iterator[str]:
-        """What is wrong, in words: one sentence."""
-        pairs = {
-            "sigma": (self.sigma, self.sigma_limit),
-            "|slope - 1|": (abs(self.slope), self.slope_limit),
-            "KL": (self.kl, self.kl_limit),
-            "growth of sigma by doubling of the position": (self.growth, self.growth_limit),
-        }
-        wrong = [
-            f"{name} {value:.3g} > {limit:.3g}"
-            for name, (value, limit) in pairs.items()
-            if not value <= limit
-        ]
-        if wrong:
-            yield f"b, {self.way} ({self.rows} positions): {'; '.join(wrong)}"
-
-    def __str__(self) -> str:
-        return (
-            f"b, {self.way}: {self.rows} positions, sigma {self.sigma:.2f} "
-            f"(allowed {self.sigma_limit:.2f}), slope {1 + self.slope:.4f} "
-            f"(1 +- {self.slope_limit:.2g}), KL {self.kl:.2g} ({self.kl_limit:.2g}), "
-            f"growth {self.growth:.3f} ({self.growth_limit:.3f})"
-        )
-
-
 def judge_server(
     rows: Sequence[NamedRow], half_ulp: float, dtype: str, logits_dtype: str = "auto"
 ) -> Diff:
@@ -195,14 +151,32 @@ def judge_server(
         groups["all"] = list({row.place: row for row in rows}.values())
     for way, group in groups.items():
         if len(group) >= MIN_ROWS:
-            pool = _pool(way, group, half_ulp if rounded else 0.0, dtype)
-            found.problems += pool.complaints()
-            found.notes.append(str(pool))
+            sigma, slope, kl, grown = _pool(group, half_ulp if rounded else 0.0, dtype)
+            limited = {
+                "sigma": sigma, "|slope - 1|": (abs(slope[0]), slope[1]), "KL": kl,
+                "growth of sigma by doubling of the position": grown,
+            }  # fmt: skip
+            wrong = [
+                f"{name} {value:.3g} > {limit:.3g}"
+                for name, (value, limit) in limited.items()
+                if not value <= limit
+            ]
+            if wrong:
+                found.problems.append(f"b, {way} ({len(group)} positions): {'; '.join(wrong)}")
+            found.notes.append(
+                f"b, {way}: {len(group)} positions, sigma {sigma[0]:.2f} (allowed {sigma[1]:.2f}), "
+                f"slope {1 + slope[0]:.4f} (1 +- {slope[1]:.2g}), KL {kl[0]:.2g} ({kl[1]:.2g}), "
+                f"growth {grown[0]:.3f} ({grown[1]:.3f})"
+            )
     return found
 
 
-def _pool(way: str, rows: Sequence[NamedRow], half_ulp: float, dtype: str) -> Pool:
-    """The pooled statistics. Values of one row are alike, so rows are what is independent."""
+def _pool(rows: Sequence[NamedRow], half_ulp: float, dtype: str) -> Iterator[tuple[float, float]]:
+    """What rows are together, each with what is allowed: the error of the log-probabilities over
+    the noise (sigma); the slope of the server's against the exact ones, less 1; the mean divergence
+    in nats of the named tokens from the exact ones; the growth of sigma along positions. Values of
+    one row are alike, so rows are what is independent.
+    """
     errors, noises, scores, slope_noises, spreads = np.zeros((5, len(rows)))
     kls, kl_noises, roundings, units = np.zeros((4, len(rows)))
     for i, row in enumerate(rows):
@@ -222,24 +196,16 @@ def _pool(way: str, rows: Sequence[NamedRow], half_ulp: float, dtype: str) -> Po
             spreads[i] = (x * x).sum()
             scores[i] = (x * error[surely]).sum()
             slope_noises[i] = (x * noise[surely]).sum() ** 2 + (x * x * rounding[surely]).sum()
-    effective = noises.sum() ** 2 / (noises**2).sum()
     total = max(float(spreads.sum()), 1e-30)
-    chance = DEVIATIONS / effective**0.5
+    chance = DEVIATIONS / independent(noises) ** 0.5
     kl_noise = kl_noises.mean() + 2 * kl_noises.std() / len(rows) ** 0.5 + roundings.mean()
-    grown, grown_limit = growth(rows)
-    return Pool(
-        way,
-        len(rows),
-        sigma=float((errors.sum() / noises.sum()) ** 0.5),
-        # In float32 only the order of sums is open, which no contract states either.
-        sigma_limit=(TIE_FACTOR if dtype == "float32" else FOREIGN) + chance,
-        slope=float(scores.sum()) / total,
-        slope_limit=DEVIATIONS * FOREIGN * float(slope_noises.sum()) ** 0.5 / total + SLOPE_FLOOR,
-        kl=float(kls.mean()),
-        kl_limit=float(FOREIGN**2 * kl_noise + KL_FLOOR + units.mean()),
-        growth=grown,
-        growth_limit=grown_limit,
-    )
+    # In float32 only the order of sums is open, which no contract states either.
+    sigma_limit = (TIE_FACTOR if dtype == "float32" else FOREIGN) + chance
+    yield float((errors.sum() / noises.sum()) ** 0.5), sigma_limit
+    slope_limit = DEVIATIONS * FOREIGN * float(slope_noises.sum()) ** 0.5 / total + SLOPE_FLOOR
+    yield float(scores.sum()) / total, slope_limit
+    yield float(kls.mean()), float(FOREIGN**2 * kl_noise + KL_FLOOR + units.mean())
+    yield growth(rows)
 
 
 def _rounding(logits: np.ndarray, half_ulp: float) -> np.ndarray:
@@ -262,10 +228,7 @@ def growth(rows: Sequence[NamedRow]) -> tuple[float, float]:
     errors = np.asarray([(row.got - row.exact).std() for row in rows]) + VALUE_FLOOR
     noises = np.asarray([(row.faithful - row.exact).std() for row in rows]) + VALUE_FLOOR
     y = np.log(errors / noises)
-    x -= x.mean()
-    power = float((x * x).sum())
-    slope = float((x * y).sum()) / power
-    scatter = float((y - y.mean() - slope * x).std()) / power**0.5
+    slope, scatter = trend(x, y)
     return slope, GROWTH + DEVIATIONS * scatter
 
 

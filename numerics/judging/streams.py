@@ -9,42 +9,22 @@ says when.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from .gates import HALF_ULP32, Family, Mode
-from .metrics import DEVIATIONS
+from .metrics import DEVIATIONS, independent
 from .served import OF_ROW, POOLED
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOfPass:
-    """A token that an engine computed: in which step, of which kind, and whose."""
-
-    step: int
-    kind: str
-    request: int
-    position: int
-
-    def __str__(self) -> str:
-        return f"step {self.step} ({self.kind}), request {self.request}, position {self.position}"
-
-
-@dataclass(slots=True)
 class StreamErrors:
     """Mean squares [layer + 1, tok] over all passes of a run: errors, and noise. NaN where nothing
-    was compared.
+    was compared. `tokens` says what each token is.
     """
 
-    tokens: Sequence[TokenOfPass]
-    layers: int
-    error: np.ndarray = field(init=False)
-    noise: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        size = self.layers + 1, len(self.tokens)
-        self.error, self.noise = np.full(size, np.nan), np.full(size, np.nan)
+    def __init__(self, tokens: Sequence[str], layers: int) -> None:
+        self.tokens, self.layers = tokens, layers
+        self.error, self.noise = np.full((2, layers + 1, len(tokens)), np.nan)
 
     def look(
         self, layer: int, tokens: np.ndarray, got: np.ndarray, exact: np.ndarray, noisy: np.ndarray,
@@ -100,8 +80,7 @@ def judge_streams(errors: StreamErrors, mode: Mode) -> tuple[tuple[float, ...], 
         sigmas.append(sigma)
         if first:
             continue
-        effective = float(power.sum() ** 2 / (power**2).sum())
-        limit = POOLED[mode] + DEVIATIONS / effective**0.5
+        limit = POOLED[mode] + DEVIATIONS / independent(power) ** 0.5
         ratios = errors.ratios(layer, compared)
         wrong = np.flatnonzero(ratios > allowed)
         where = "the embedding" if layer == 0 else f"layer.{layer - 1}"

@@ -19,17 +19,17 @@ from ...shared.errors import InternalError
 from ...shared.models.caches import layout_of, step_shape
 from ...shared.packer import pack
 from ...shared.page_groups import PageGroup, longest, pages_for
-from ...shared.progress import silent
 from ...shared.request import Request
 from ...shared.request_table import ScheduledStep
 from ...shared.sampling_params import SamplingParams
 from ...shared.scheduler import Scheduler
 from ...shared.scheduler_config import SchedulerConfig
 from ...shared.step import StepInput, batch_layout
-from ...shared.worker import Worker, backend_module, create_worker
+from ...shared.worker import Worker, backend_module
 from ..faults.engine import EditedSteps
-from ..sides.fault import Fault, faulty_checkpoint, planted
+from ..sides.fault import Fault
 from ..sides.sampling import sampled_rows
+from ..sides.side import start_worker
 from ..sides.steps import by_group, forced_steps, owned_rows, real_tokens
 from ..sides.subject import Subject, Target
 
@@ -103,12 +103,8 @@ class Bench:
         self.shape = step_shape(subject.model, self.config)
         self.layout = layout_of(subject.model, self.config)
         self.pages = sum(self.pages_of(length) for length in lengths)
-        with planted(target.backend, fault), faulty_checkpoint(subject, fault) as held:
-            resolved = replace(self.config, load_format=held.load_format)
-            self.worker: Worker = create_worker(subject.model, resolved, device, held.folder)
-            self.worker.load(silent)
-            self.worker.allocate_kv(self.pages)
-            self.worker.warm_up(self.table, silent)
+        given = subject, target, self.config, self.pages, self.table
+        self.worker = start_worker(*given, fault)
         if fault is not None and fault.edit is not None:
             edited = EditedSteps(self.worker, self.layout.groups, fault.edit)
             self.worker = cast(Worker, edited)  # it passes on what it does not define

@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 
 from ...ops.plan import COMPOSITION, NATIVE
 from ...shared.errors import ConfigError
-from ...shared.models.caches import CacheLayout
 from ..judging.gates import Mode
 from ..judging.metrics import measure
 from ..judging.outputs import gate_for
@@ -26,9 +26,9 @@ from ..progress import Progress, silent
 from ..sides.environment import describe_side
 from ..sides.fault import Fault
 from ..sides.subject import Subject, Target
-from .bench import Bench, Rows, Schedule
+from .bench import Bench, Schedule
 from .bisect import BisectReport, Culprit
-from .invariants import SPARE, best_logprobs, reference_rows
+from .invariants import SPARE, References
 
 COMPILED, GRAPHS, SCAN = "compiled", "graphs", "scan_layers"
 
@@ -72,10 +72,11 @@ class _Engines:
         self.mode, self.fault = mode, fault
         self.lengths = [len(p) + SPARE for p in prompts]
         self.runs, self.notes = 0, list[str]()
-        self.environment: dict[str, Any] = {}
-        self._noise: dict[Any, Any] | None = None
+        self._references: References | None = None
         self.units: list[str] = []
-        self.whole = self._verdict(self._open())
+        with closing(self._open()) as bench:
+            self._describe(bench)
+            self.whole = self._fails(bench)
 
     def _open(self, **options: Any) -> Bench:
         return Bench(self.subject, self.target, self.lengths, self.fault, **options)
@@ -85,7 +86,8 @@ class _Engines:
         built passes.
         """
         try:
-            return self._verdict(self._open(**self._options(on)))
+            with closing(self._open(**self._options(on))) as bench:
+                return self._fails(bench)
         except ConfigError as error:
             self.notes.append(f"with {', '.join(on) or 'none'} alone there is no engine: {error}")
             return False
@@ -104,16 +106,6 @@ class _Engines:
         elif GRAPHS in on:
             options |= {"enforce_eager": False, "cudagraph_mode": self.graphs}
         return options | {"compile_level": level}
-
-    def _verdict(self, bench: Bench) -> bool:
-        self.runs += 1
-        try:
-            if not self.environment:
-                self._describe(bench)
-            rows = bench.outputs(Schedule(), self.prompts)
-        finally:
-            bench.close()
-        return self._judged(rows, bench.layout)
 
     def _describe(self, bench: Bench) -> None:
         """The switches of the whole suspect."""
@@ -135,22 +127,16 @@ class _Engines:
         }
         self.units += sorted(chosen)
 
-    def _judged(self, rows: Rows, layout: CacheLayout) -> bool:
-        if self._noise is None:
-            self._noise = reference_rows(self.subject, rows, layout)
-        width = rows.values[0].shape[-1]
-        pairs = [self._noise[key] for key in rows.keys]
-        right, noisy = (best_logprobs(np.stack([pair[i] for pair in pairs]), width) for i in (0, 1))
-        model = self.subject.model
+    def _fails(self, bench: Bench) -> bool:
+        self.runs += 1
+        rows = bench.outputs(Schedule(), self.prompts)
+        if self._references is None:
+            self._references = References(self.subject, rows, bench.layout)
+        width, model = rows.values[0].shape[-1], self.subject.model
+        right, noisy = (self._references.rows(rows.keys, width, x) for x in (True, False))
         m = measure(np.stack(rows.values), right, noisy)
-        gate = gate_for(
-            self.mode,
-            "logits",
-            m,
-            max(model.hidden_size, model.intermediate_size),
-            model.num_layers,
-        )
-        return any(gate.complaints(m))
+        reduction = max(model.hidden_size, model.intermediate_size)
+        return any(gate_for(self.mode, "logits", m, reduction, model.num_layers).complaints(m))
 
 
 def bisect_knobs(

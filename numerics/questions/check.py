@@ -256,9 +256,8 @@ def _ask_model(asked: _Asked) -> Answer:
         # What is wrong in a layer, and in no op of it, engines showed where they served.
         depth = {"op": 4, "layer": 5}.get(first.scope, 6)
         causes.append(Cause(depth, text, again))
-    elif diff.exit_code == FAILED:
-        found = [*diff.problems, *(c for entry in diff.logits for c in entry.complaints)]
-        causes += [Cause(6, text, asked.again("model", *asked.both())) for text in found[:1]]
+    elif diff.is_wrong:
+        causes.append(Cause(6, diff.wrong()[0], asked.again("model", *asked.both())))
     return [diff], what, causes
 
 

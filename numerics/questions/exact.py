@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...ops import Plan
-from ...ops.cases import load_all
-from ...ops.testing import TESTING, Arguments, Verdict, ci_cases, oracle, run
+from ...ops.testing import TESTING, Arguments, Case, Verdict, ci_cases, oracle, run
 from ...shared.step import StepInput
 from ..errors import NotComparable
 from ..judging.diff import Diff, Finding
@@ -32,32 +31,25 @@ from ..sides.subject import HostWeights, Subject
 from ..sides.taps import Call, declare
 from .exact_probes import probes
 
+SEEDS = 0, 1
+"""Of probes."""
 SAMPLING = "greedy_sample", "quantize_logits", "penalties", "sample", "penalised_sample"
 """Ops behind the model: probed by their own cases, which are judged bit for bit."""
 
 
-def expected(op: str, arguments: Arguments, like: Sequence[Any]) -> list[np.ndarray]:
-    """The bits that an op must give: the oracle's numbers, rounded to float32 and then to the
-    dtypes of `like`.
-    """
-    with np.errstate(all="ignore"):
-        outputs = [np.asarray(out) for out in oracle(op, arguments)]
-        wide = [out.astype(np.float32) if out.dtype == np.float64 else out for out in outputs]
-        return [out.astype(dtype) for out, dtype in zip(wide, like, strict=True)]
-
-
 class ExactJudge:
-    """Compares outputs with the bits that they must have. Zeros are equal whatever their sign;
-    NaN is like NaN.
+    """Compares outputs with the bits that they must have: the oracle's numbers, rounded to float32
+    and then to the dtypes of the op. Zeros are equal whatever their sign; NaN is like NaN.
     """
 
     def __init__(self, op: str, arguments: Arguments) -> None:
-        load_all()
         with np.errstate(all="ignore"):
             like = [out.dtype for out in run(op, "numpy", None, arguments)]
             free = TESTING[op].free if op in TESTING else None
             marks = free(arguments) if free is not None else None
-        self.wanted = expected(op, arguments, like)
+            outputs = [np.asarray(out) for out in oracle(op, arguments)]
+            wide = [out.astype(np.float32) if out.dtype == np.float64 else out for out in outputs]
+            self.wanted = [out.astype(dtype) for out, dtype in zip(wide, like, strict=True)]
         self.free = marks if isinstance(marks, tuple) else (marks,) * len(like)
 
     def unequal(self, outputs: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
@@ -84,19 +76,12 @@ class ExactJudge:
 class ExactComparison:
     """Probes sides of one subject. What was run once under a plan is not run again."""
 
-    def __init__(
-        self,
-        subject: Subject,
-        seeds: Sequence[int] = (0, 1),
-        *,
-        sampling: bool = True,
-    ) -> None:
-        self.subject, self.seeds, self.sampling = subject, tuple(seeds), sampling
-        self.model = subject.model
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
         self.weights = HostWeights(subject)
         self._reference = reference_of(subject, exact=False)
         self._known: dict[Any, list[Finding]] = {}
-        self._judges: dict[Any, tuple[Arguments, ExactJudge]] = {}
+        self._judges: dict[Any, list[tuple[Case, ExactJudge]]] = {}
 
     def run(
         self, sides: Mapping[str, WorkerSide], steps: Sequence[StepInput],
@@ -113,7 +98,7 @@ class ExactComparison:
             step.descriptor.kind: (number, step)
             for number, step in reversed(list(enumerate(steps)))
         }
-        judged = range(self.model.num_layers) if layers is None else layers
+        judged = range(self.subject.model.num_layers) if layers is None else layers
         for name, side in sides.items():
             check_held(diff, name, side, self.weights)
             self._check_page_tables(diff, name, side, steps)
@@ -127,7 +112,7 @@ class ExactComparison:
                     for call, tap in _under(plan, made):
                         diff.findings += self._call(name, side, plan, number, layer, call, tap)
         for name, side in sides.items():
-            for op in SAMPLING if self.sampling else ():
+            for op in SAMPLING:
                 diff.findings += self._sampling(name, side, op)
         diff.environment = describe(self.subject, sides, steps)
         diff.seconds = time.perf_counter() - started
@@ -166,44 +151,32 @@ class ExactComparison:
         if key not in self._known:
             self._known[key] = [
                 finding
-                for seed in self.seeds
-                for probe, arguments, judge in self._probes(call.op, call.arguments, seed)
-                for finding in self._judge(name, side, plan, call.op, tap, probe, arguments, judge)
+                for case, judge in self._probes(call.op, call.arguments)
+                for finding in self._judge(name, side, plan, call.op, tap, case, judge)
             ]
         return [replace(finding, step=number, layer=layer) for finding in self._known[key]]
 
-    def _sampling(self, name: str, side: WorkerSide, op: str) -> list[Finding]:
+    def _sampling(self, name: str, side: WorkerSide, op: str) -> Iterator[Finding]:
         plan = side.plans["sample"]
-        key = (name, plan.hash, op)
-        if key not in self._known:
-            load_all()
-            self._known[key] = [
-                finding
-                for case in ci_cases(TESTING[op], "float32")
-                for finding in self._judge(
-                    name, side, plan, op, op, case.name, case.arguments,
-                    ExactJudge(op, case.arguments),
-                )
-            ]  # fmt: skip
-        return self._known[key]
+        for case in ci_cases(TESTING[op], "float32"):
+            judge = ExactJudge(op, case.arguments)
+            yield from self._judge(name, side, plan, op, op, case, judge)
 
-    def _probes(
-        self, op: str, arguments: Mapping[str, Any], seed: int
-    ) -> Iterator[tuple[str, Arguments, ExactJudge]]:
-        """Probes and their judges; both sides use the same."""
-        for place, probe in enumerate(probes(op, dict(arguments), seed)):
-            key = op, seed, place, _signature(arguments)
-            if key not in self._judges:
-                self._judges[key] = probe.arguments, ExactJudge(op, probe.arguments)
-            yield probe.name, *self._judges[key]
+    def _probes(self, op: str, arguments: Mapping[str, Any]) -> list[tuple[Case, ExactJudge]]:
+        """Probes and their judges; all sides use the same."""
+        key = op, _signature(arguments)
+        if key not in self._judges:
+            cases = [case for seed in SEEDS for case in probes(op, dict(arguments), seed)]
+            self._judges[key] = [(case, ExactJudge(op, case.arguments)) for case in cases]
+        return self._judges[key]
 
     def _judge(
-        self, side: str, worker: WorkerSide, plan: Plan, op: str, tap: str, name: str,
-        arguments: Arguments, judge: ExactJudge,
+        self, side: str, worker: WorkerSide, plan: Plan, op: str, tap: str, case: Case,
+        judge: ExactJudge,
     ) -> Iterator[Finding]:  # fmt: skip
         """Outside of a step and a layer: both are filled in where the op is called."""
         provider = plan[op].provider
-        outputs = worker.run_op(plan, op, arguments)
+        outputs = worker.run_op(plan, op, case.arguments)
         for index, (got, wrong) in enumerate(zip(outputs, judge.unequal(outputs), strict=True)):
             label = tap if len(outputs) == 1 else f"{tap}#{index}"
             want, places = judge.wanted[index], np.argwhere(wrong)
@@ -211,7 +184,7 @@ class ExactComparison:
             where, shown = "", want
             if len(places):
                 what = f"{len(places)} of {wrong.size} elements are not the reference's"
-                complaints = (f"probe '{name}': {what}",)
+                complaints = (f"probe '{case.name}': {what}",)
                 where = f"element {tuple(places[0].tolist())}"
                 # What may differ does not count, so that the metrics say what the complaint says.
                 shown = np.where(wrong, got, want) if got.shape == want.shape else want

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from ...ops.cases import load_all
 from ...ops.reference.paged import oldest_seen
 from ...ops.reference.quantization import FP8_MAX
 from ...ops.testing import TESTING, Arguments, Case, limits
@@ -35,6 +36,7 @@ def probes(op: str, arguments: Arguments, seed: int = 0) -> list[Case]:
     """Probes of an op, shaped like `arguments`; none if there are none for these. An op that is
     judged bitwise is probed by the arguments themselves.
     """
+    load_all()  # it says which ops are judged bitwise
     made = PROBES.get(op)
     if made is not None:
         rng = np.random.default_rng([seed, len(op), *op.encode()])
@@ -97,16 +99,14 @@ def _grouped_product(rng: np.random.Generator, a: Arguments) -> Probes:
     yield "integers, scales of powers of two", values | {"bias": _or_none(rng, a["bias"])}
 
 
-def _dequantize(rng: np.random.Generator, a: Arguments) -> Probes:
-    yield (
-        "scales of powers of two",
-        {"values": integers(rng, a["values"]), "scale": _powers(rng, a["scale"])},
-    )
+def _scaled(scale: str, *whole: str) -> Callable[..., Probes]:
+    """Integers, and a scale of powers of two."""
 
+    def made(rng: np.random.Generator, a: Arguments) -> Probes:
+        values = {name: integers(rng, a[name]) for name in whole}
+        yield "integers, scales of powers of two", values | {scale: _powers(rng, a[scale])}
 
-def _lora_expand(rng: np.random.Generator, a: Arguments) -> Probes:
-    values = {name: integers(rng, a[name]) for name in ("y", "x", "b")}
-    yield "integers, scales of powers of two", values | {"scale": _powers(rng, a["scale"])}
+    return made
 
 
 # --- MLP
@@ -193,13 +193,9 @@ def _norm_weight(rng: np.random.Generator, like: np.ndarray | None) -> np.ndarra
 
 def _rms_norm(rng: np.random.Generator, a: Arguments) -> Probes:
     if exact_norm(a["x"]):
-        x = _rows(rng, a["x"].shape).astype(a["x"].dtype)
-        yield "rows of one magnitude", {"x": x, "weight": _norm_weight(rng, a["weight"])}
-
-
-def _unit_norm(rng: np.random.Generator, a: Arguments) -> Probes:
-    if exact_norm(a["x"]):
-        yield "rows of one magnitude", {"x": _rows(rng, a["x"].shape).astype(a["x"].dtype)}
+        x = {"x": _rows(rng, a["x"].shape).astype(a["x"].dtype)}
+        weight = {"weight": _norm_weight(rng, a["weight"])} if "weight" in a else {}
+        yield "rows of one magnitude", x | weight
 
 
 def _fused_norm(rng: np.random.Generator, a: Arguments) -> Probes:
@@ -405,10 +401,6 @@ def _route(rng: np.random.Generator, a: Arguments) -> Probes:
         yield "decided rows", {"logits": _decided(rng, a["logits"])}
 
 
-def _unpermute(rng: np.random.Generator, a: Arguments) -> Probes:
-    yield "integers", {"rows": integers(rng, a["rows"]), "weights": _powers(rng, a["weights"])}
-
-
 def _moe_experts(rng: np.random.Generator, a: Arguments) -> Probes:
     if _holds_mlp(a["x"]):
         # One expert of each token has all weight: its sums have one term.
@@ -429,16 +421,16 @@ PROBES: dict[str, Callable[[np.random.Generator, Arguments], Probes]] = {
     "logits": _product("x", "weight"),
     "grouped_matmul": _product("x", "weight"),
     "lora_shrink": _product("x", "a"),
-    "lora_expand": _lora_expand,
+    "lora_expand": _scaled("scale", "y", "x", "b"),
     "linear_int8": _quantised_product,
     "linear_fp8": _quantised_product,
     "linear_grouped": _grouped_product,
-    "dequantize": _dequantize,
+    "dequantize": _scaled("scale", "values"),
     "silu_and_mul": _silu_and_mul,
     "gated_mlp": _gated_mlp,
     "gelu_gated_mlp": _gated_mlp,
     "rms_norm": _rms_norm,
-    "unit_rms_norm": _unit_norm,
+    "unit_rms_norm": _rms_norm,
     "fused_add_rms_norm": _fused_norm,
     "rotary_embedding": _rotary,
     "rotary_embedding_gptj": _rotary,
@@ -446,6 +438,6 @@ PROBES: dict[str, Callable[[np.random.Generator, Arguments], Probes]] = {
     "norm_rope_write_kv": _norm_rope_write,
     "paged_attention": _attention,
     "moe_route": _route,
-    "moe_unpermute": _unpermute,
+    "moe_unpermute": _scaled("weights", "rows"),
     "moe_experts": _moe_experts,
 }

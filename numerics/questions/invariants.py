@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
 from ...ops.testing import limits
 from ...shared.errors import ConfigError, TwinferError
-from ...shared.models import decoder
 from ...shared.models.caches import CacheLayout
 from ..errors import EQUAL, FAILED
 from ..judging.amplification import TRIES, amplification
@@ -55,14 +55,13 @@ LEVELS = {"traced": 1, "compiled": 2, "graphs": 3}
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """`what` must not matter. `reason` says why it is promised bitwise, or why it cannot be.
+    """What must not matter. `reason` says why it is promised bitwise, or why it cannot be.
 
     `run` gives the pair (as usual, the other way). `refuses` says why it does not apply to a
     target and a model, or "".
     """
 
     name: str
-    what: str
     promise: Promise
     reason: str
     run: Callable[[Lab], tuple[Rows, Rows]]
@@ -132,12 +131,11 @@ class Lab:
         """The usual schedule on another worker: its logits, or, not `usual`, what `execute`
         gives.
         """
-        bench = Bench(self.subject, self.target, self.lengths, self.fault, **options)
-        try:
+        with closing(
+            Bench(self.subject, self.target, self.lengths, self.fault, **options)
+        ) as bench:
             run = bench.logits if usual else bench.outputs
             return run(Schedule(), self.prompts)
-        finally:
-            bench.close()
 
 
 # --- the relations
@@ -263,68 +261,48 @@ RELATIONS = {
     r.name: r
     for r in (
         Relation(
-            "repeat", "running the same once more", "bitwise", f"{SAME}; nothing is left to chance",
+            "repeat", "bitwise", f"{SAME}; nothing is left to chance",
             _scheduled(lambda lab: Schedule()),
         ),
+        Relation("company", "bitwise", f"{SAME}: rows know only their own", _company),
         Relation(
-            "company", "what other requests say", "bitwise", f"{SAME}: rows know only their own",
-            _company,
-        ),
-        Relation(
-            "page-permutation", "where pages lie", "bitwise", f"{SAME}, gathered from elsewhere",
+            "page-permutation", "bitwise", f"{SAME}, gathered from elsewhere",
             _scheduled(_moved_pages),
         ),
+        Relation("overlap", "bitwise", f"{SAME}; only the host waits less", _overlap),
         Relation(
-            "overlap", "one step in flight or two", "bitwise", f"{SAME}; only the host waits less",
-            _overlap,
+            "batch", "rounding", OTHER_SHAPE, _scheduled(lambda lab: Schedule(alone=True))
         ),
         Relation(
-            "batch", "a request alone or among others", "rounding", OTHER_SHAPE,
-            _scheduled(lambda lab: Schedule(alone=True)),
-        ),
-        Relation(
-            "chunks", "the lengths of a prompt's chunks", "rounding", OTHER_SHAPE,
+            "chunks", "rounding", OTHER_SHAPE,
             _scheduled(lambda lab: Schedule(budget=lab.subject.max_num_seqs)),
         ),
+        Relation("prefix-cache", "rounding", OTHER_SHAPE, _prefix),
+        Relation("preemption", "rounding", OTHER_SHAPE, _preemption),
         Relation(
-            "prefix-cache", "a prefix found in the cache or computed", "rounding", OTHER_SHAPE,
-            _prefix,
-        ),
-        Relation("preemption", "being preempted and resumed", "rounding", OTHER_SHAPE, _preemption),
-        Relation(
-            "padding", "the size that a step is padded to", "rounding", OTHER_SHAPE,
-            _scheduled(lambda lab: Schedule(large=True)),
+            "padding", "rounding", OTHER_SHAPE, _scheduled(lambda lab: Schedule(large=True))
         ),
         Relation(
-            "decode-prefill", "tokens decoded or prefilled", "rounding", OTHER_SHAPE,
+            "decode-prefill", "rounding", OTHER_SHAPE,
             _scheduled(lambda lab: Schedule(decoded=1 << 20)),
         ),
         Relation(
-            "page-groups", "layers with windows keep what they read, or everything", "rounding",
-            OTHER_SHAPE, _with_option("page_groups", False), _windows_here,
+            "page-groups", "rounding", OTHER_SHAPE, _with_option("page_groups", False),
+            _windows_here,
         ),
+        Relation("scan", "rounding", "XLA fuses it otherwise", _scan, _jax_only),
         Relation(
-            "scan", "layers in a loop or unrolled", "rounding", "XLA fuses it otherwise", _scan,
-            _jax_only,
-        ),
-        Relation(
-            "tensor-parallel", "1 shard or 2", "rounding", "partial sums are added up",
+            "tensor-parallel", "rounding", "partial sums are added up",
             _with_option("tensor_parallel_size", 2), _shards_here, ("torch",),
         ),
+        Relation("traced", "bitwise", "the same kernels", _level("traced"), _torch_only),
         Relation(
-            "traced", "eager or traced", "bitwise", "the same kernels", _level("traced"),
-            _torch_only,
+            "compiled", "rounding", OTHER_ORDER, _level("compiled"), _compiles, ("torch",)
         ),
-        Relation(
-            "compiled", "eager or compiled by Inductor", "rounding", OTHER_ORDER,
-            _level("compiled"), _compiles, ("torch",),
-        ),
-        Relation(
-            "graphs", "eager or compiled and replayed as CUDA graphs", "rounding", OTHER_ORDER,
-            _level("graphs"), _graphs_here,
-        ),
+        Relation("graphs", "rounding", OTHER_ORDER, _level("graphs"), _graphs_here),
     )
 }  # fmt: skip
+"""What must not matter; docs/numerics.md says of each what it is."""
 
 
 class _Empty(Exception):
@@ -352,12 +330,8 @@ FAMILY = Family(3 * len(MODES) * len(RELATIONS))
 """The limits of a run: three of a relation in a mode."""
 
 
-class _Judged(NamedTuple):
-    """A relation up to rounding: the largest share of a limit, and what was found."""
-
-    figure: float
-    detail: str
-    complaints: list[str]
+_Judged = tuple[float, str, list[str]]
+"""A relation up to rounding: the largest share of a limit, and what was found."""
 
 
 class Judge:
@@ -367,16 +341,14 @@ class Judge:
 
     def __init__(self, subject: Subject, mode: Mode, layout: CacheLayout) -> None:
         self._subject, self._mode, self._layout = subject, mode, layout
-        self._usual = Rows()
+        self._references = References(subject, Rows(), layout)
         # In float32 the noise of a reference is one order of sums: mode P is mode S.
         self._gates: Mode = "S" if subject.dtype == "float32" else mode
-        self._noise: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] | None = None
-        self._errors: dict[tuple[Any, ...], Amplified] = {}
 
     def __call__(self, relation: Relation, pair: tuple[Rows, Rows]) -> Result:
         """The result of a relation."""
-        if pair[0] is not self._usual:
-            self._usual, self._noise, self._errors = pair[0], None, {}
+        if pair[0] is not self._references.usual:
+            self._references = References(self._subject, pair[0], self._layout)
         one, other = pair[0].first(), pair[1]
         result = Result(relation.name, self._mode, relation.promise, relation.reason)
         both = [(key, v) for key, v in zip(other.keys, other.values, strict=True) if key in one]
@@ -414,16 +386,19 @@ class Judge:
         self, result: Result, keys: list[tuple[int, int]], a: np.ndarray, b: np.ndarray
     ) -> None:
         judge = self._semantics if self._gates == "S" else self._precision
-        found = judge(keys, a, b, None)
-        if 1.0 < found.figure < np.inf:
+        figure, detail, complaints = judge(keys, a, b, None)
+        if 1.0 < figure < np.inf:
             # However far it is: the limit is that of a row, and one row in which attention is all
             # but tied may be any number, beside others of full precision.
+            of_dtype = limits(storage_dtype(self._subject.dtype)).half_ulp
+            half_ulp = HALF_ULP32 if self._gates == "S" else of_dtype
             for tries in TRIES:
-                found = judge(keys, a, b, self._amplified(keys, a.shape[1], tries))
-                if found.complaints:
+                amplified = self._references.amplified(keys, a.shape[1], half_ulp, tries)
+                figure, detail, complaints = judge(keys, a, b, amplified)
+                if complaints:
                     break
-        result.figure, result.detail = found.figure, f"{len(keys)} rows, {found.detail}"
-        result.complaints += found.complaints
+        result.figure, result.detail = figure, f"{len(keys)} rows, {detail}"
+        result.complaints += complaints
 
     def _semantics(
         self, keys: list[tuple[int, int]], a: np.ndarray, b: np.ndarray, amplified: Amplified | None
@@ -447,107 +422,93 @@ class Judge:
         rows = np.where(np.isfinite(rows), rows, np.inf)
         shares = rows / of_rows
         worst = int(shares.argmax())
-        found = _Judged(
-            max(m.rel_l2 / of_all, float(shares[worst])),
-            f"relative error {m.rel_l2:.2g}, worst row {rows.max():.2g}",
-            self._complaints(gate, m, keys),
-        )
+        found = self._complaints(gate, m, keys)
         if shares[worst] > 1.0:
             row = f"worst row {rows[worst]:.3g} > {of_rows[worst]:.3g} at {_place(keys[worst])}"
-            found.complaints.append(row)
-        return found
+            found.append(row)
+        detail = f"relative error {m.rel_l2:.2g}, worst row {rows.max():.2g}"
+        return max(m.rel_l2 / of_all, float(shares[worst])), detail, found
 
     def _precision(
         self, keys: list[tuple[int, int]], a: np.ndarray, b: np.ndarray, amplified: Amplified | None
     ) -> _Judged:
         """The two runs differ by the noise of two roundings of the run dtype."""
-        right, noisy = self._of_noise(keys, a.shape[1])
+        right, noisy = (self._references.rows(keys, a.shape[1], exact) for exact in (True, False))
         m = measure(b, a, a + 2**0.5 * (noisy - right))
         if amplified is not None:
             amplified = replace(amplified, rel_l2=2**0.5 * amplified.rel_l2)
         numbers = float(len(a) * self._subject.model.hidden_size)
         gate = precision("logits", m, FAMILY, numbers, len(a), amplified)
         gate = replace(gate, overlap=None)
-        return _Judged(
-            max(gate.shares(m).values()), f"sigma {m.sigma:.3f}", self._complaints(gate, m, keys)
-        )
+        complaints = self._complaints(gate, m, keys)
+        return max(gate.shares(m).values()), f"sigma {m.sigma:.3f}", complaints
 
     def _complaints(self, gate: Gate, m: Metrics, keys: list[tuple[int, int]]) -> list[str]:
         place = _place(keys[m.worst[0]]) if m.worst else ""
         return [f"{complaint}; largest error at {place}" for complaint in gate.complaints(m)]
-
-    def _amplified(self, keys: Sequence[tuple[int, int]], width: int, tries: int) -> Amplified:
-        """What the run makes of errors of its ops' inputs. The references take as long as the runs:
-        this is asked only if the limits without are exceeded, and once for all relations.
-        """
-        asked = (*keys, width, tries)
-        if asked in self._errors:
-            return self._errors[asked]
-
-        def run(tracer: Tracer | None) -> list[np.ndarray]:
-            found = reference_logits(self._subject, self._usual, self._layout, True, tracer)
-            return [_of_width(np.stack([found[key] for key in keys]), width)]
-
-        half_ulp = HALF_ULP32
-        if self._gates == "P":
-            half_ulp = limits(storage_dtype(self._subject.dtype)).half_ulp
-        (found,) = amplification(lambda rng: run(Jitter(rng, half_ulp)), run(None), tries)
-        self._errors[asked] = found
-        return found
-
-    def _of_noise(
-        self, keys: Sequence[tuple[int, int]], width: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of both references: logits, or their best log-probabilities if that is what rows
-        hold.
-        """
-        if self._noise is None:
-            self._noise = reference_rows(self._subject, self._usual, self._layout)
-        pairs = [self._noise[key] for key in keys]
-        right, noisy = (np.stack([pair[i] for pair in pairs]).astype(np.float64) for i in (0, 1))
-        return _of_width(right, width), _of_width(noisy, width)
 
 
 ROW_FACTOR = 4.0
 """A row may be off by so many times what all rows together may."""
 
 
-def _of_width(logits: np.ndarray, width: int) -> np.ndarray:
-    """Logits [row vocab], or their best log-probabilities if rows hold fewer numbers."""
-    return logits if width == logits.shape[1] else best_logprobs(logits, width)
-
-
-def best_logprobs(logits: np.ndarray, count: int) -> np.ndarray:
-    """The best log-probabilities of logits [row vocab], falling: [row count] float64."""
-    best: np.ndarray = -np.sort(-log_softmax(logits), axis=1)[:, :count]
-    return best
-
-
-def reference_rows(
-    subject: Subject, usual: Rows, layout: CacheLayout
-) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
-    """The logits of the exact and of the faithful reference, by (request, position), over the
-    steps of a run, whose pages lie as `layout` says.
+class References:
+    """Both references over the steps of a run, whose pages lie as `layout` says: by (request,
+    position) of each of its tokens.
     """
-    right, noisy = (reference_logits(subject, usual, layout, exact) for exact in (True, False))
-    return {key: (right[key], noisy[key]) for key in right}
+
+    def __init__(self, subject: Subject, usual: Rows, layout: CacheLayout) -> None:
+        self._subject, self._layout, self.usual = subject, layout, usual
+        self._known: dict[bool, dict[tuple[int, int], np.ndarray]] = {}
+        self._amplified: dict[Any, Amplified] = {}
+
+    def rows(self, keys: Sequence[tuple[int, int]], width: int, exact: bool) -> np.ndarray:
+        """Rows [key width] of one reference: logits, or their best log-probabilities if there are
+        fewer.
+        """
+        if exact not in self._known:
+            self._known[exact] = self._run(exact)
+        return _of_width(np.stack([self._known[exact][key] for key in keys]), width)
+
+    def amplified(
+        self, keys: Sequence[tuple[int, int]], width: int, half_ulp: float, tries: int
+    ) -> Amplified:
+        """What the run makes of errors of its ops' inputs. The references take as long as the runs:
+        this is asked only if the limits without are exceeded, and once for all relations.
+        """
+        asked = (*keys, width, half_ulp, tries)
+        if asked not in self._amplified:
+
+            def run(rng: np.random.Generator) -> list[np.ndarray]:
+                found = self._run(True, Jitter(rng, half_ulp))
+                return [_of_width(np.stack([found[key] for key in keys]), width)]
+
+            (found,) = amplification(run, [self.rows(keys, width, True)], tries)
+            self._amplified[asked] = found
+        return self._amplified[asked]
+
+    def _run(self, exact: bool, tracer: Tracer | None = None) -> dict[tuple[int, int], np.ndarray]:
+        model, steps, weights = self._subject.model, self.usual.steps, HostWeights(self._subject)
+        groups = [place.group for place in self._layout.places]
+        reference = Reference(
+            model, self._subject.rotary_tables(), exact=exact, groups=groups, tracer=tracer
+        )
+        dtype = np.float64 if exact else weights.top()["embed"].dtype
+        shapes = [(pages_of(steps), *self._layout.page_shape(i)) for i in range(model.num_layers)]
+        caches = [np.full(shape, np.nan, dtype) for shape in shapes]
+        rows: list[np.ndarray] = []
+        ran = reference.run_steps(weights, caches, steps)
+        for step, (*_, logits) in zip(steps, ran, strict=True):
+            rows += list(logits[: real_tokens(step)])
+        return dict(zip(self.usual.computed, rows, strict=True))
 
 
-def reference_logits(
-    subject: Subject, usual: Rows, layout: CacheLayout, exact: bool, tracer: Tracer | None = None
-) -> dict[tuple[int, int], np.ndarray]:
-    """As `reference_rows`, of one reference, whose ops' calls `tracer` sees."""
-    model, steps, weights = subject.model, usual.steps, HostWeights(subject)
-    tables = decoder.rotary_tables(model, subject.max_model_len)
-    groups = [place.group for place in layout.places]
-    reference = Reference(model, tables, exact=exact, groups=groups, tracer=tracer)
-    dtype = np.float64 if exact else weights.top()["embed"].dtype
-    shapes = [(pages_of(steps), *layout.page_shape(i)) for i in range(model.num_layers)]
-    caches = [np.full(shape, np.nan, dtype) for shape in shapes]
-    rows: list[np.ndarray] = []
-    for step, (_, finished) in zip(steps, reference.run_steps(weights, caches, steps), strict=True):
-        rows += list(reference.head(weights.top(), finished)[: real_tokens(step)])
-    return dict(zip(usual.computed, rows, strict=True))
+def _of_width(logits: np.ndarray, width: int) -> np.ndarray:
+    """Logits [row vocab] in float64, or as many of their best log-probabilities, falling."""
+    if width == logits.shape[1]:
+        return logits.astype(np.float64)
+    best: np.ndarray = -np.sort(-log_softmax(logits), axis=1)[:, :width]
+    return best
 
 
 def _place(key: tuple[int, int]) -> str:
@@ -577,14 +538,12 @@ def check_invariants(
         report.environment = {"model": subject.name, "dtype": subject.dtype} | describe_side(
             target, lab.bench.worker.device, lab.bench.worker.plans()
         )
-        try:
+        with closing(lab.bench):
             judge = Judge(where, mode, lab.bench.layout)
             for one in _chosen(names, lab, report):
                 relation = promised(one, target)
                 progress(f"mode {mode}: {relation.name}")
                 _check(report, judge, relation, lab)
-        finally:
-            lab.bench.close()
     report.seconds = time.perf_counter() - started
     return report
 

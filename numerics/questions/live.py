@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from ...shared.step import StepInput, StepOutput, batch_layout, history_rows
 from ..bundles.bundle import Bundle, write
 from ..bundles.capturing import LOGPROBS, keep_layers
 from ..bundles.steps import Recorded, filled, renumbered, used_pages
-from ..errors import FAILED
 from ..sides.environment import describe_side
 from ..sides.sampling import sampled_rows
 from ..sides.side import finished_rows, own_cache
@@ -57,27 +57,25 @@ def parse_policy(text: str) -> Policy:
     ConfigError.
     """
     folder, *words = text.split(",")
-    policy, requests, steps = Policy(folder), set(), set()
+    requests, steps, rest = set[str](), set[int](), dict[str, Any]()
     for word in words:
         name, sign, value = word.partition("=")
+        number = int(value) if value.isdecimal() else -1
         if name == "nan" and not sign:
-            policy = replace(policy, nan=True)
+            rest[name] = True
         elif name == "mismatch" and value:
-            policy = replace(policy, mismatch=parse_target(value))
+            rest[name] = parse_target(value)
         elif name == "request" and value:
             requests.add(value)
-        elif name == "step" and value.isdecimal():
-            steps.add(int(value))
-        elif name == "most" and value.isdecimal() and int(value) > 0:
-            policy = replace(policy, most=int(value))
-        elif name == "every" and value.isdecimal() and int(value) > 0:
-            policy = replace(policy, every=int(value))
+        elif name == "step" and number >= 0:
+            steps.add(number)
+        elif name in ("most", "every") and number > 0:
+            rest[name] = number
         else:
             raise ConfigError(f"capture: got {word!r} in {text!r}, allowed is {GRAMMAR}")
-    policy = replace(policy, requests=frozenset(requests), steps=frozenset(steps))
-    if not folder or not (requests or steps or policy.nan or policy.mismatch):
+    if not folder or not (requests or steps or {"nan", "mismatch"} & rest.keys()):
         raise ConfigError(f"capture: got {text!r}, which captures nothing; allowed is {GRAMMAR}")
-    return policy
+    return Policy(folder, frozenset(requests), frozenset(steps), **rest)
 
 
 def attach(engine: Any, config: EngineConfig, folder: str) -> Camera:
@@ -104,12 +102,12 @@ class _Handle:
 
     def __init__(self, step: StepInput, handle: Any) -> None:
         self.step, self._handle = step, handle
-        self._output: StepOutput | None = None
+
+    @cached_property
+    def _output(self) -> StepOutput:
+        return self._handle.result()
 
     def result(self) -> StepOutput:
-        if self._output is None:
-            self._output = output = self._handle.result()
-            return output
         return self._output
 
 
@@ -240,15 +238,7 @@ class Camera:
     def _mismatch(self, bundle: Bundle) -> str:
         """What another backend computes otherwise, or ""."""
         diff = replay(bundle, [self._policy.mismatch])  # type: ignore[list-item]
-        if diff.exit_code != FAILED:
-            return ""
-        first = diff.first_divergence()
-        what = (
-            f"{first.side} {first.name}: {'; '.join(first.complaints)}"
-            if first
-            else "; ".join(diff.problems)
-        )
-        return f"mismatch: {what or [c for entry in diff.logits for c in entry.complaints]}"
+        return f"mismatch: {'; '.join(diff.wrong()[:3])}" if diff.is_wrong else ""
 
 
 def _streams(output: StepOutput) -> np.ndarray:

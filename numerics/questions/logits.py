@@ -24,15 +24,13 @@ from ..judging.gates import FOREIGN, Mode, Scope, foreign, mode_of
 from ..judging.logits_metrics import KL_LIMIT, compare_logits
 from ..judging.metrics import measure
 from ..judging.server_metrics import NamedRow, compare_named, judge_server, named_row
-from ..judging.weights import check_held
 from ..progress import Progress, silent
-from ..sides.environment import describe_side
 from ..sides.fault import Fault
 from ..sides.http_server import Reading, Served, Tops, read_server
 from ..sides.reference import total
+from ..sides.side import Side, open_sides
 from ..sides.steps import NEW_TOKENS, make_owned_steps, where
 from ..sides.subject import HostWeights, Subject, Target, checkpoint_of, name_sides, parse_target
-from .bench import Bench, Schedule
 from .model import LIMITS, Caches, Comparison, Streams
 
 TRANSFORMERS = "transformers"
@@ -84,46 +82,28 @@ def compare_ends(
     prompts = prompts if dump is None else dump.prompts
     new_tokens = NEW_TOKENS if dump is None else 1  # a dump may have short prompts
     owned = list(make_owned_steps(subject, prompts, new_tokens))
-    benches: dict[str, Bench] = {}
-    whole: dict[str, Sequence[np.ndarray]] = {}
+    dumps: dict[str, Dump] = {}
     about: dict[str, Any] = {}
-    dumps: tuple[str, Dump] | None = None
-    try:
-        for name, side in named.items():
-            progress(f"loading {side}")
-            if isinstance(side, Target):
-                fault = (faults or {}).get(name[0])
-                bench = benches[name] = Bench(subject, side, list(map(len, prompts)), fault)
-                whole[name] = _given(bench, prompts, new_tokens)
-                about[name] = describe_side(side, bench.worker.device, bench.worker.plans())
-            elif side == TRANSFORMERS:
-                whole[name], about[name] = transformers_logits(subject, prompts)
-            elif served is not None:
-                about[name] = dict(served.about)
-            elif dump is not None:
-                about[name] = {"target": str(side), "device": dump.engine, "plan": "?"}
-                dumps = name, dump
-        ends = _Ends(subject, benches, mode, list(named), whole, served, dumps)
+    for name, side in named.items():
+        if side == TRANSFORMERS:
+            progress(f"asking {TRANSFORMERS}")
+            found, about[name] = transformers_logits(subject, prompts)
+            dumps[name] = Dump(side, tuple(prompts), tuple({"logits": x} for x in found))
+        elif is_server(side) and served is not None:
+            about[name] = dict(served.about)
+        elif dump is not None and not isinstance(side, Target):
+            about[name] = {"target": side, "device": dump.engine, "plan": "?"}
+            dumps[name] = dump
+    targets = {name: side for name, side in named.items() if isinstance(side, Target)}
+    steps = [step for step, _ in owned]
+    with open_sides(subject, targets, steps, faults, progress) as workers:
+        ends = _Ends(subject, workers, mode, list(named), dumps, served)
         diff = ends.run_owned(owned, progress)
-    finally:
-        for bench in benches.values():
-            bench.close()
     diff.sides = tuple(named)
     diff.environment["sides"] |= about
     if served is not None:
         _judge_server(diff, ends, served, server_logits)
     return diff
-
-
-def _given(bench: Bench, prompts: Sequence[np.ndarray], decoded: int) -> list[np.ndarray]:
-    """The logits [position vocab] of each prompt, of which the last tokens are decoded. The cache
-    holds other tokens before.
-    """
-    rows = bench.logits(Schedule(decoded=decoded), prompts).first()
-    return [
-        np.stack([rows[prompt, position] for position in range(len(ids) - 1)])
-        for prompt, ids in enumerate(prompts)
-    ]
 
 
 def _read_server(
@@ -150,32 +130,25 @@ def _judge_server(diff: Diff, ends: _Ends, served: Served, server_logits: str) -
 
 
 class _Ends(Comparison):
-    """A comparison of ends: `whole` has logits by prompt [position vocab], of workers in `benches`
-    too, `served` what a server named, `dump` a side's name and what it has, behind layers too.
+    """A comparison of ends: of `workers`, and of others among `names`: `dumps` have what they
+    computed, behind layers too, `served` what a server named.
     """
 
     def __init__(
-        self, subject: Subject, benches: Mapping[str, Bench], mode: Mode, names: Sequence[str],
-        whole: Mapping[str, Sequence[np.ndarray]], served: Served | None = None,
-        dump: tuple[str, Dump] | None = None,
+        self, subject: Subject, workers: Mapping[str, Side], mode: Mode, names: Sequence[str],
+        dumps: Mapping[str, Dump], served: Served | None,
     ) -> None:  # fmt: skip
-        super().__init__(subject, {}, mode, layers=(), taps=())
-        self._benches, self._names, self._whole = benches, names, whole
+        super().__init__(subject, workers, mode, layers=(), taps=())
+        self._names, self._dumps = names, dumps
         self._readings: dict[tuple[int, int], list[Reading]] = {}
         for reading in served.readings if served is not None else ():
             self._readings.setdefault((reading.prompt, reading.position), []).append(reading)
-        self._dump = dump
         self._texts = Tokenizer.load(subject.folder)
         self.named: list[NamedRow] = []
 
-    def check_held(self) -> None:
-        """What each worker's programs are given must be the checkpoint's, and the definition's."""
-        for name, bench in self._benches.items():
-            check_held(self.diff, name, bench.worker, self.weights)
-
     def _comparisons(self) -> int:
-        tensors = len(self._names) if self._dump is None else len(self._dump[1].names) + 1
-        return LIMITS * tensors
+        dumped = sum(len(dump.names) for dump in self._dumps.values())
+        return LIMITS * (len(self._names) + len(self.sides) + dumped)
 
     def _embed(self) -> Streams:
         streams = super()._embed()
@@ -189,41 +162,31 @@ class _Ends(Comparison):
         return after, written
 
     def _dumped(self, name: str, layer: int, right: Mapping[bool, np.ndarray]) -> None:
-        """Judge the rows of this step that a dump has of a tensor, if it has that."""
-        if self._dump is None or name not in self._dump[1].names:
-            return
-        side, dump = self._dump
-        got = dump.rows(name, self.places())
+        """Judge the rows of this step that dumps have of a tensor."""
         exact, faithful = (right[is_exact][: self.real] for is_exact in (True, False))
-        self._foreign(side, got, exact, faithful, "inherited", layer, name)
+        for side, got in self._rows(name).items():
+            self._foreign(side, got, exact, faithful, "inherited", layer, name)
+
+    def _rows(self, name: str) -> dict[str, np.ndarray]:
+        """The rows of this step of a tensor, by the sides whose dumps have it."""
+        places = self.places()
+        found = {side: dump for side, dump in self._dumps.items() if name in dump.names}
+        return {side: dump.rows(name, places) for side, dump in found.items()}
 
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
-        """Compare the first side with each other one."""
+        """Judge what is no worker's, and compare the first side with each other one."""
         known = self._known(exact, faithful)
         exact, faithful = exact[: self.real], faithful[: self.real]
-        rows: dict[str, np.ndarray] = {}
-        places = self.places()
-        if self._dump is not None and "logits" in self._dump[1].names:
-            side, dump = self._dump
-            rows[side] = dump.rows("logits", places)
-            self._foreign(side, rows[side], exact, faithful)
-        for name, logits in self._whole.items():
-            rows[name] = np.stack([logits[prompt][position] for prompt, position in places])
-            if name in self._benches:
-                amplified = self._amplified_run(name, -1)
-                self._find(
-                    name, "logits", -1, "final logits", rows[name], exact, faithful, amplified
-                )
-            else:
-                self._foreign(name, rows[name], exact, faithful)
+        rows: dict[str, Any] = {judged.name: judged.ran.logits for judged in self.sides}
+        for name, got in self._rows("logits").items():
+            self._foreign(name, got, exact, faithful)
+            rows[name] = got
         first = self._names[0]
         for name in self._names[1:]:
-            if name not in rows and self._dump is not None:
-                continue
-            if name not in rows:
-                self._named(rows[first], exact, faithful, places, set(known.tolist()))
-            elif len(known):
-                limit = KL_LIMIT if name in self._benches else FOREIGN**2
+            if name not in rows and name not in self._dumps:
+                self._named(rows[first], exact, faithful, set(known.tolist()))
+            elif name in rows and len(known):
+                limit = FOREIGN**2 if name in self._dumps else KL_LIMIT
                 found = compare_logits(
                     rows[first], rows[name], exact, faithful, self.step, self.mode, limit,
                     family=self.family, numbers=self._numbers,
@@ -239,14 +202,13 @@ class _Ends(Comparison):
         self._add(name, scope, layer, tap, m, gate, m.worst, 2)
 
     def _named(
-        self, a: np.ndarray, exact: np.ndarray, faithful: np.ndarray,
-        places: Sequence[tuple[int, int]], known: Collection[int],
-    ) -> None:  # fmt: skip
+        self, a: np.ndarray, exact: np.ndarray, faithful: np.ndarray, known: Collection[int]
+    ) -> None:
         """Compare the first side with what the server named at this step's positions, at the rows
         that the references know.
         """
         rows, named = list[int](), list[NamedRow]()
-        for row, place_ in enumerate(places):
+        for row, place_ in enumerate(self.places()):
             for reading in self._readings.get(place_, ()) if row in known else ():
                 top = self._ids(reading.tops, exact[row])
                 if not top:

@@ -290,9 +290,8 @@ class Comparison:
 
             def run(tracer: Tracer | None) -> list[np.ndarray]:
                 reference = self._reference(exact=True, tracer=tracer)
-                streams, finished = deque(reference.run_steps(*given), maxlen=1).pop()
-                logits = reference.head(self.weights.top(), finished)
-                return [x[: self.real] for x in (*streams, logits)]
+                last = deque(reference.run_steps(*given), maxlen=1).pop()
+                return [x[: self.real] for x in last]
 
             found = amplification(lambda rng: run(Jitter(rng, self._half_ulp)), run(None), tries)
             self._run_amplified = key, found

@@ -10,7 +10,7 @@ weights are needed.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -175,30 +175,26 @@ def check_ops(
             if planned and name not in target.providers:
                 continue
             for provider, implementation in _runnable(name, target, device.platform, side, report):
-                where = Where(target.backend, device.platform, (faults or {}).get(side[0]))
+                fault = (faults or {}).get(side[0])
+                runs = partial(_run, target.backend, device.platform, fault)
                 try:
-                    _check(report, side, where, provider, implementation, cases)
+                    _check(report, side, runs, provider, implementation, cases)
                 except InternalError as error:
                     report.missing.append(f"{side}: {name}={provider} did not run: {error}")
     report.seconds = time.perf_counter() - started
     return report
 
 
-@dataclass(frozen=True, slots=True)
-class Where:
-    """A backend on a device, with a fault or none."""
+Run = Callable[[str, str | None, Arguments], tuple[np.ndarray, ...]]
+"""The outputs of an op by a provider, None is the fallback, for arguments."""
 
-    backend: str
-    device: str
-    fault: Fault | None = None
 
-    def run(self, op: str, provider: str | None, arguments: Arguments) -> tuple[np.ndarray, ...]:
-        """The outputs of one provider of an op; None: the fallback."""
-        fault = self.fault
-        if fault is None or op not in fault.ops:
-            return run_op(self.backend, op, provider, arguments, self.device)
-        wrap = partial(faulty, fault, FRAMEWORKS[self.backend], op)
-        return run_op(self.backend, op, provider, arguments, self.device, wrap)
+def _run(
+    backend: str, device: str, fault: Fault | None, op: str, provider: str | None,
+    arguments: Arguments,
+) -> tuple[np.ndarray, ...]:  # fmt: skip
+    wrap = None if fault is None else partial(faulty, fault, FRAMEWORKS[backend], op)
+    return run_op(backend, op, provider, arguments, device, wrap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +283,7 @@ def _runnable(
 
 
 def _check(
-    report: OpsReport, side: str, where: Where, provider: str,
+    report: OpsReport, side: str, runs: Run, provider: str,
     implementation: Implementation | None,
     cases: Sequence[_Probe],
 ) -> None:  # fmt: skip
@@ -302,7 +298,7 @@ def _check(
         if takes is not None and not takes(**probe.case.arguments):
             result.refused += 1
         else:
-            _judge(result, probe, where)
+            _judge(result, probe, runs)
     report.results.extend(results.values())
     report.missing += [
         f"{side}: {r.name}, {r.dtype}, {entry}" for r in results.values() for entry in r.raised
@@ -360,13 +356,13 @@ def _check_definition(report: OpsReport, op: str, cases: Sequence[_Probe]) -> No
         report.results.append(result)
 
 
-def _judge(result: OpResult, probe: _Probe, where: Where) -> None:
+def _judge(result: OpResult, probe: _Probe, runs: Run) -> None:
     """Run one case. An implementation may raise anything; what it could not compute was not
     compared.
     """
     name = None if result.provider in (NATIVE, COMPOSITION) else result.provider
     try:
-        outputs = where.run(probe.op, name, probe.case.arguments)
+        outputs = runs(probe.op, name, probe.case.arguments)
     except Exception as error:
         line = next(iter(str(error).splitlines()), "")
         result.raised.append(f"case {probe.case.name} raised {type(error).__name__}: {line[:120]}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,8 @@ from ..judging.metrics import divergence, log_softmax
 from ..judging.record import Report
 from ..progress import Progress, silent
 from ..sides.environment import steps_hash, versions
-from ..sides.reference import reference_of, sources_of, total
+from ..sides.passes import Stepwise
+from ..sides.reference import State, reference_of, sources_of, total
 from ..sides.steps import cache_shapes, make_steps, pages_of, real_tokens
 from ..sides.subject import HostWeights, Subject, check_recordable
 
@@ -113,7 +114,8 @@ def quantization_cost(
     pair = _Pair(subject, scheme, pages_of(steps))
     everything = range(subject.model.num_layers)
     progress("running the plain model")
-    plain = pair.logits(steps, ())
+    squares = np.zeros((len(everything), 2))
+    plain = pair.logits(steps, (), squares)
     progress(f"running the model in {scheme}")
     narrow = pair.logits(steps, everything)
     report = QuantizationReport(scheme)
@@ -129,7 +131,7 @@ def quantization_cost(
     report.kl, report.worst_kl = float(apart.mean()), float(apart.max())
     report.top1 = float(same.mean())
     report.clear_top1 = float(same[clear].mean()) if clear.any() else 1.0
-    outputs = pair.outputs(steps)
+    outputs = np.sqrt(squares[:, 0] / np.maximum(squares[:, 1], 1e-300)).tolist()
     for layer in everything:
         progress(f"layer {layer} of {subject.model.num_layers} alone")
         alone = compared(plain, pair.logits(steps, (layer,)))[0].mean()
@@ -158,37 +160,42 @@ class _Pair:
         self._plain, self._narrow = HostWeights(subject), HostWeights(narrow)
         self._sides = reference_of(subject, exact=False), reference_of(narrow, exact=False)
 
-    def _weights(self, index: int, narrow: bool) -> Mapping[str, np.ndarray]:
-        return (self._narrow if narrow else self._plain).layer(index)
+    def logits(
+        self, steps: Sequence[StepInput], narrow: Collection[int], squares: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Logits [row vocab] of all tokens, with these layers quantised.
 
-    def _caches(self) -> list[np.ndarray]:
-        return [np.zeros(shape, np.float32) for shape in self._shapes]
+        `squares` [layer 2], where given, gets by layer the squares of how far off the quantised one
+        is on what this run gives it, and of what the layer adds to the stream.
+        """
+        plain, top, found = self._sides[0], self._plain.top(), []
+        caches = [np.zeros(shape, np.float32) for shape in self._shapes]
 
-    def logits(self, steps: Sequence[StepInput], narrow: Collection[int]) -> np.ndarray:
-        """Logits [row vocab] of all tokens, with these layers quantised."""
-        caches, found = self._caches(), []
+        def start() -> tuple[np.ndarray, np.ndarray]:
+            hidden, _ = (side.embed(top) for side in self._sides)
+            return hidden, np.zeros_like(hidden)
+
+        def layer(index: int, stream: tuple[np.ndarray, np.ndarray], cache: np.ndarray) -> Any:
+            if squares is not None:
+                other = self._layer(True, index, (*stream, cache.copy()))
+            after = self._layer(index in narrow, index, (*stream, cache))
+            if squares is not None:
+                was, off, now = (total(x)[:count] for x in (stream, other, after))
+                squares[index] += ((off - now) ** 2).sum(), ((now - was) ** 2).sum()
+            return after[:2], after[2]
+
+        walk = Stepwise(self._sources, start, layer, lambda stream: plain.finish(top, *stream))
         for step in steps:
-            stream = self._begin(step)
-            for index in range(len(caches)):
-                stream = self._layer(index, index in narrow, stream, caches)
-            plain, top = self._sides[0], self._plain.top()
-            finished = plain.finish(top, *stream)
-            found.append(plain.head(top, finished[: real_tokens(step)]))
+            for side in self._sides:
+                side.begin(step)
+            count = real_tokens(step)
+            finished, caches = walk.run(caches)
+            found.append(plain.head(top, finished[:count]))
         return np.concatenate(found)
 
-    def outputs(self, steps: Sequence[StepInput]) -> list[float]:
-        """By layer, how far what it adds to the stream is off, relative to what it adds."""
-        caches, squares = self._caches(), np.zeros((len(self._shapes), 2))
-        for step in steps:
-            stream, count = self._begin(step), real_tokens(step)
-            for index in range(len(caches)):
-                before = total(stream)[:count]
-                copies = [cache.copy() if i == index else cache for i, cache in enumerate(caches)]
-                other = total(self._layer(index, True, stream, copies))[:count]
-                stream = self._layer(index, False, stream, caches)
-                after = total(stream)[:count]
-                squares[index] += ((other - after) ** 2).sum(), ((after - before) ** 2).sum()
-        return [float(np.sqrt(off / max(size, 1e-300))) for off, size in squares]
+    def _layer(self, narrow: bool, index: int, state: State) -> State:
+        weights = self._narrow if narrow else self._plain
+        return self._sides[int(narrow)].layer(index, weights.layer(index), state)
 
     def weight_error(self, index: int) -> float:
         """How far a layer's quantised weights are off, relative to the plain ones."""
@@ -205,26 +212,6 @@ class _Pair:
             off += float(((wide - exact) ** 2).sum())
             size += float((exact**2).sum())
         return float(np.sqrt(off / max(size, 1e-300)))
-
-    def _begin(self, step: StepInput) -> tuple[np.ndarray, np.ndarray]:
-        """The stream in front of the first layer."""
-        for side in self._sides:
-            side.begin(step)
-        hidden, _ = (side.embed(self._plain.top()) for side in self._sides)
-        return hidden, np.zeros_like(hidden)
-
-    def _layer(
-        self,
-        index: int,
-        narrow: bool,
-        stream: tuple[np.ndarray, np.ndarray],
-        caches: list[np.ndarray],
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """One layer; the cache that it reads is replaced."""
-        source, side = self._sources[index], self._sides[int(narrow)]
-        state = (*stream, caches[source])
-        hidden, residual, caches[source] = side.layer(index, self._weights(index, narrow), state)
-        return hidden, residual
 
 
 def render(report: QuantizationReport) -> str:

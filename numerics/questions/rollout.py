@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from ...shared.errors import ConfigError
 from ...shared.sampling_params import SamplingParams
 from ..judging.gates import FEWEST, Family, mode_of
-from ..judging.metrics import log_softmax
+from ..judging.metrics import independent, log_softmax, trend
 from ..judging.record import Report
 from ..judging.served import POOLED
 from ..judging.server_metrics import GROWTH
@@ -43,74 +43,37 @@ UNIT = 2.0**-23
 QUESTIONS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Ratios:
-    """Importance ratios exp(b - a) of `tokens` that side a drew. `mean` has the standard error
-    `mean_error`. `effective` is the share of tokens that weights of these ratios are worth, `kl`
-    the divergence of b from a in nats by the estimator ratio - 1 - log(ratio).
-    """
-
-    tokens: int
-    mean: float
-    mean_error: float
-    quantiles: dict[str, float]
-    smallest: float
-    largest: float
-    clipped: float
-    effective: float
-    kl: float
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """Differences b - a in nats of the tokens at positions from `first` to `last`."""
-
-    first: int
-    last: int
-    tokens: int
-    mean: float
-    rms: float
-    largest: float
-
-
-@dataclass(frozen=True, slots=True)
-class Perplexity:
-    """Of both sides on a text; `difference` of their mean log-probabilities in nats a token, b - a,
-    with its standard error.
-    """
-
-    tokens: int
-    a: float
-    b: float
-    difference: float
-    error: float
+Figures = dict[str, Any]
 
 
 @dataclass(slots=True)
 class RolloutReport(Report):
-    """The answers. `sigma` is the difference of both sides over what rounding makes of it, at
-    tokens whose noise the references computed; `limit` is what is allowed. `growth` is that of its
-    logarithm with each doubling of the position, at the same tokens.
+    """The answers, `figures` by name.
+
+    `sigma` is the difference of both sides over what rounding makes of it, at tokens whose noise
+    the references computed, and `growth` that of its logarithm with each doubling of the position,
+    at the same tokens; `limit` and `growth_limit` are what is allowed.
+
+    `ratios` are importance ratios exp(b - a) of the tokens that side a drew. Their `mean` has the
+    standard error `mean_error`; `effective` is the share of tokens that weights of these ratios are
+    worth, `kl` the divergence of b from a in nats by the estimator ratio - 1 - log(ratio).
+
+    `drift` are differences b - a in nats of the tokens at positions from `first` to `last`.
+
+    `perplexity` is that of both sides on a text, None without one; `difference` of their mean
+    log-probabilities in nats a token, b - a, with its standard `error`.
     """
 
     kind = "rollout"
     sides: tuple[str, ...]
-    ratios: Ratios
-    drift: list[Reach]
-    growth: float
-    growth_limit: float
-    sigma: float
-    limit: float
-    perplexity: Perplexity | None
+    figures: Figures
 
     @property
     def has_compared(self) -> bool:
-        return self.ratios.tokens > 0
+        return bool(self.figures["ratios"]["tokens"])
 
     def body(self) -> dict[str, Any]:
-        own = asdict(self)
-        first = "growth", "growth_limit", "sigma", "limit"
-        return {name: own.pop(name) for name in first} | own
+        return {"sides": self.sides, **self.figures}
 
     def cases(self) -> dict[tuple[str, str], list[str]]:
         return {("rollout", "log-probabilities"): self.problems}
@@ -154,10 +117,10 @@ def check_rollout(
     known = _known(differences, noise.found)
     sigma, limit = _sigma(subject.dtype, *known[1:])
     growth, growth_limit = _growth(*known)
-    report = RolloutReport(
-        names, _ratios(delta), list(_reaches(positions, delta)), growth, growth_limit, sigma,
-        limit, None,
-    )  # fmt: skip
+    figures: Figures = {
+        "growth": growth, "growth_limit": growth_limit, "sigma": sigma, "limit": limit,
+        "ratios": _ratios(delta), "drift": list(_reaches(positions, delta)), "perplexity": None,
+    }  # fmt: skip
     if windows:
         of_text = serve(
             subject, targets[0], [_scored(ids) for ids in windows], progress=progress,
@@ -165,8 +128,9 @@ def check_rollout(
         )  # fmt: skip
         of_a = [_of_prompt(answer) for answer in of_text.answers]
         of_b = b[len(sequences) :]
-        report.perplexity = _perplexity(np.concatenate(of_a), np.concatenate(of_b))
-    report.problems += _problems(report, float(np.mean(delta**2)))
+        figures["perplexity"] = _perplexity(np.concatenate(of_a), np.concatenate(of_b))
+    report = RolloutReport(names, figures)
+    report.problems += _problems(names, figures, float(np.mean(delta**2)))
     if not np.isfinite(delta).all():
         report.problems.append("a log-probability is not finite")
     report.environment = {
@@ -258,39 +222,38 @@ def _known(
 
 def _sigma(dtype: str, delta: np.ndarray, noise: np.ndarray) -> tuple[float, float]:
     """(the difference over that of two noises, what is allowed)."""
-    power = float((noise**2).sum())
-    effective = power**2 / float((noise**4).sum())
-    pooled = POOLED[mode_of(dtype)]
-    sigma = float(np.sqrt((delta**2).sum() / (2.0 * power)))
-    return sigma, pooled * Family(QUESTIONS).spread(max(effective, FEWEST))
+    power = noise**2
+    sigma = float(np.sqrt((delta**2).sum() / (2.0 * power.sum())))
+    spread = Family(QUESTIONS).spread(max(independent(power), FEWEST))
+    return sigma, POOLED[mode_of(dtype)] * spread
 
 
-def _ratios(delta: np.ndarray) -> Ratios:
+def _ratios(delta: np.ndarray) -> Figures:
     ratio = np.exp(delta)
     low, high = CLIPPED
-    return Ratios(
-        tokens=len(ratio),
-        mean=float(ratio.mean()),
-        mean_error=float(ratio.std() / len(ratio) ** 0.5),
-        quantiles={f"{q:g}": float(np.quantile(ratio, q)) for q in QUANTILES},
-        smallest=float(ratio.min()),
-        largest=float(ratio.max()),
-        clipped=float(((ratio < low) | (ratio > high)).mean()),
-        effective=float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
-        kl=float((ratio - 1.0 - delta).mean()),
-    )
+    return {
+        "tokens": len(ratio),
+        "mean": float(ratio.mean()),
+        "mean_error": float(ratio.std() / len(ratio) ** 0.5),
+        "quantiles": {f"{q:g}": float(np.quantile(ratio, q)) for q in QUANTILES},
+        "smallest": float(ratio.min()),
+        "largest": float(ratio.max()),
+        "clipped": float(((ratio < low) | (ratio > high)).mean()),
+        "effective": float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
+        "kl": float((ratio - 1.0 - delta).mean()),
+    }
 
 
-def _reaches(positions: np.ndarray, delta: np.ndarray) -> Any:
+def _reaches(positions: np.ndarray, delta: np.ndarray) -> Iterator[Figures]:
     """Differences by position: the limits of each part are twice those of the one before."""
     first = FIRST
     while first <= positions.max():
         here = delta[(positions >= first) & (positions < 2 * first)]
         last = min(2 * first - 1, int(positions.max()))
-        yield Reach(
-            first, last, len(here), float(here.mean()), float(np.sqrt((here**2).mean())),
-            float(np.abs(here).max()),
-        )  # fmt: skip
+        yield {
+            "first": first, "last": last, "tokens": len(here), "mean": float(here.mean()),
+            "rms": float(np.sqrt((here**2).mean())), "largest": float(np.abs(here).max()),
+        }  # fmt: skip
         first *= 2
 
 
@@ -313,45 +276,40 @@ def _growth(positions: np.ndarray, delta: np.ndarray, noise: np.ndarray) -> tupl
     if not (of_delta > 0).all():
         return 0.0, 0.0
     centre = np.asarray([x[part].mean() for part in parts])
-    centre = centre - centre.mean()
     y = np.log(np.maximum(of_delta / (2.0 * of_noise), 1.0)) / 2.0
-    slope = float((centre * y).sum() / (centre**2).sum())
-    rest = y - y.mean() - slope * centre
-    free = len(parts) - 2
-    error = float(np.sqrt((rest**2).sum() / free / (centre**2).sum()))
-    return slope, GROWTH + Family(QUESTIONS).spread(1, free) * error
+    slope, error = trend(centre, y)
+    return slope, GROWTH + Family(QUESTIONS).spread(1, len(parts) - 2) * error
 
 
-def _perplexity(a: np.ndarray, b: np.ndarray) -> Perplexity:
+def _perplexity(a: np.ndarray, b: np.ndarray) -> Figures:
     delta = b - a
-    return Perplexity(
-        len(delta), float(np.exp(-a.mean())), float(np.exp(-b.mean())), float(delta.mean()),
-        float(delta.std() / len(delta) ** 0.5),
-    )  # fmt: skip
+    return {
+        "tokens": len(delta), "a": float(np.exp(-a.mean())), "b": float(np.exp(-b.mean())),
+        "difference": float(delta.mean()), "error": float(delta.std() / len(delta) ** 0.5),
+    }  # fmt: skip
 
 
-def _problems(report: RolloutReport, power: float) -> list[str]:
+def _problems(names: Sequence[str], found: Figures, power: float) -> Iterator[str]:
     """What chance and rounding do not explain. `power`: mean square of the differences."""
-    found, deviations = [], Family(QUESTIONS).deviations
-    a, b = report.sides
-    text = report.perplexity
-    if not report.sigma <= report.limit:
-        found.append(
-            f"{b} beside {a}: log-probabilities differ by {report.sigma:.3g} of what two roundings "
-            f"make, allowed is {report.limit:.3g}"
+    pair, text = f"{names[1]} beside {names[0]}", found["perplexity"]
+    if not found["sigma"] <= found["limit"]:
+        yield (
+            f"{pair}: log-probabilities differ by {found['sigma']:.3g} of what two roundings "
+            f"make, allowed is {found['limit']:.3g}"
         )
-    if not report.growth <= report.growth_limit:
-        found.append(
-            f"{b} beside {a}: the difference grows with the position by {report.growth:.3g} of "
-            f"its noise a doubling, allowed is {report.growth_limit:.3g}"
+    if not found["growth"] <= found["growth_limit"]:
+        yield (
+            f"{pair}: the difference grows with the position by {found['growth']:.3g} of "
+            f"its noise a doubling, allowed is {found['growth_limit']:.3g}"
         )
-    # Independent errors of this power shift a mean by half of it, on each side.
-    if text is not None and not abs(text.difference) <= power + deviations * text.error:
-        found.append(
-            f"{b} beside {a}: the text is {text.difference:.3g} nats a token more likely, rounding "
-            f"explains {power + deviations * text.error:.2g}"
-        )
-    return found
+    if text is not None:
+        # Independent errors of this power shift a mean by half of it, on each side.
+        explained = power + Family(QUESTIONS).deviations * text["error"]
+        if not abs(text["difference"]) <= explained:
+            yield (
+                f"{pair}: the text is {text['difference']:.3g} nats a token more likely, rounding "
+                f"explains {explained:.2g}"
+            )
 
 
 # --- the view
@@ -363,7 +321,7 @@ def render(report: RolloutReport) -> str:
     e, (a, b) = report.environment, report.sides
     lines = [
         f"{report.word}: {e['model']} in {e['dtype']}, {report.seconds:.1f} s",
-        f"{a} drew {report.ratios.tokens} tokens, {b} computed them",
-        *(f"{name}: {figures}" for name, figures in rollout_facts(report.body())),
+        f"{a} drew {report.figures['ratios']['tokens']} tokens, {b} computed them",
+        *(f"{name}: {figures}" for name, figures in rollout_facts(report.figures)),
     ]
     return "\n".join([*lines, *report.problems])

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from ...shared.errors import ConfigError
-from ...shared.step import StepInput
 from ..faults.catalogue import CATALOGUE, plant
 from ..judging.diff import Diff
 from ..judging.gates import ALL_MODES
@@ -26,12 +25,10 @@ from ..judging.record import Report
 from ..progress import Progress, silent
 from ..sides.environment import versions
 from ..sides.fault import Fault
-from ..sides.side import open_sides
 from ..sides.steps import default_prompts, make_steps
-from ..sides.subject import Subject, Target, name_sides
-from .exact import ExactComparison
+from ..sides.subject import Target, name_sides
 from .invariants import check_invariants
-from .model import Comparison
+from .model import compare_model
 from .ops_check import can_show, check_ops
 from .selftest_model import LAYER, open_model
 
@@ -201,29 +198,19 @@ class _Bench:
 
     def __init__(self, folder: Path, targets: Mapping[str, Target], mode: str) -> None:
         self.folder, self.targets, self.mode = folder / mode, targets, mode
-        self.subject, self.steps = self._open(FIRST_SEED)
-        self.exact = ExactComparison(self.subject)
 
-    def _open(self, seed: int) -> tuple[Subject, list[StepInput]]:
-        subject = open_model(self.folder, seed).for_mode(self.mode)
-        return subject, make_steps(subject, default_prompts(subject, seed))
-
-    def _compare(
-        self, subject: Subject, steps: Sequence[StepInput], exact: ExactComparison,
-        fault: Fault | None = None,
-    ) -> Diff:  # fmt: skip
-        faults = {} if fault is None else {side[0]: fault for side in self.targets}
-        with open_sides(subject, self.targets, steps, faults) as sides:
-            if self.mode == "X":
-                return exact.run(sides, steps)
-            return Comparison(subject, sides, self.mode).run(steps)  # type: ignore[arg-type]
+    def _compare(self, seed: int, fault: Fault | None = None) -> Diff:
+        """The model of a seed, whole; with a fault one step, a ragged batch of prompts."""
+        subject = open_model(self.folder, seed)
+        steps = make_steps(subject, default_prompts(subject, seed))[: 1 if fault else None]
+        faults = {side[0]: fault for side in self.targets} if fault else None
+        targets = list(self.targets.values())
+        return compare_model(subject, targets, steps, modes=(self.mode,), faults=faults)  # type: ignore[arg-type]
 
     def look(self, fault: Fault) -> list[Sight]:
-        """Plant a fault in the last layer (or where it belongs) and run one step, a ragged batch
-        of prompts.
-        """
+        """Plant a fault in the last layer, or where it belongs."""
         planted = replace(fault, layer=LAYER) if fault.place == "layer" else fault
-        diff = self._compare(self.subject, self.steps[:1], self.exact, planted)
+        diff = self._compare(FIRST_SEED, planted)
         return [self._sight(diff, side, planted) for side in self.targets]
 
     def _sight(self, diff: Diff, side: str, fault: Fault) -> Sight:
@@ -241,22 +228,10 @@ class _Bench:
         )
 
     def clean(self, seed: int) -> Iterator[str]:
-        """Run a model of another seed, whole, without a fault; yields what is found."""
-        subject, steps = self._open(seed)
-        # The probes are another seed's too; cases of samplers know none.
-        exact = ExactComparison(subject, (seed,), sampling=False)
-        diff = self._compare(subject, steps, exact)
-        for finding in diff.failures:
-            yield (
-                f"{finding.side}: mode {self.mode}, seed {seed}, {finding.name}: "
-                f"{'; '.join(finding.complaints)}"
-            )
-        for text in (
-            *diff.problems,
-            *diff.missing,
-            *(c for entry in diff.logits for c in entry.complaints),
-        ):
-            yield f"mode {self.mode}, seed {seed}, {text}"
+        """Run a model of another seed without a fault; yields what is found."""
+        diff = self._compare(seed)
+        for text in (*diff.wrong(), *diff.missing):
+            yield f"mode {self.mode}, seed {seed}: {text}"
 
 
 class _Invariants:
@@ -265,8 +240,7 @@ class _Invariants:
     places = ("engine",)
 
     def __init__(self, folder: Path, targets: Mapping[str, Target], mode: str) -> None:
-        self.subject = open_model(folder / mode, FIRST_SEED).with_dtype("float32")
-        self.targets = targets
+        self.subject, self.targets = open_model(folder / mode, FIRST_SEED), targets
 
     def look(self, fault: Fault) -> list[Sight]:
         """What the invariants find first."""
@@ -277,7 +251,7 @@ class _Invariants:
         """Run the prompts of a seed without a fault; yields what is found."""
         for side in self.targets:
             for text in self._run(side, seed):
-                yield f"{side}: mode I, seed {seed}, {text}"
+                yield f"mode I, seed {seed}: {side}: {text}"
 
     def _run(self, side: str, seed: int, fault: Fault | None = None) -> Iterator[str]:
         report = check_invariants(

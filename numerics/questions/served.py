@@ -24,7 +24,6 @@ import numpy as np
 from ...ops.declare import REGISTRY
 from ...ops.namespaces import namespace
 from ...shared.engine import Engine, TokenLogprobs
-from ...shared.errors import ConfigError
 from ...shared.request import FinishReason
 from ...shared.sampling_encoding import encode_bias, encode_processors, encode_sampling
 from ...shared.sampling_params import SamplingParams
@@ -33,13 +32,13 @@ from ..judging.diff import Diff
 from ..judging.gates import MODES, Mode, semantics, walk
 from ..judging.metrics import Flip, measure
 from ..judging.served import Choose, Row, judge_row, judge_rows
-from ..judging.streams import StreamErrors, TokenOfPass, judge_streams
+from ..judging.streams import StreamErrors, judge_streams
 from ..judging.weights import check_held
 from ..progress import Progress, silent
 from ..sides.reference import total
 from ..sides.sampling import sample
 from ..sides.serving import Answer, Ask, Served, serve
-from ..sides.steps import default_prompts, make_owned_steps
+from ..sides.steps import check_prompt, default_prompts, make_owned_steps
 from ..sides.subject import HostWeights, Subject, Target, name_sides
 from .logits import TRANSFORMERS, transformers_logits
 from .model import Caches, Comparison, Streams
@@ -80,16 +79,7 @@ def workload(
     else:
         given = list(prompts)
         for index, ids in enumerate(given):
-            if not 1 <= len(ids) <= longest:
-                raise ConfigError(
-                    f"prompts: prompt {index} has {len(ids)} tokens, allowed are 1 to {longest} "
-                    f"(max_model_len {subject.max_model_len} less {NEW_TOKENS} new ones)"
-                )
-            if ids.min() < 0 or ids.max() >= subject.model.vocab_size:
-                raise ConfigError(
-                    f"prompts: prompt {index} has a token outside of the vocabulary of "
-                    f"{subject.model.vocab_size}"
-                )
+            check_prompt(ids, index, subject, 1, longest)
     words = np.concatenate(given)
 
     def some(count: int) -> np.ndarray:
@@ -138,7 +128,7 @@ def check_served(
     float32 (mode S), and in the run dtype (P) where that is another.
 
     `definition` says whether transformers is asked about the reference; auto: if it is installed.
-    Raises ConfigError, ModelError, BackendUnavailable, NotComparable.
+    Raises ConfigError, RequestError, ModelError, BackendUnavailable, NotComparable.
     """
     named = name_sides(targets)
     if definition == "auto" and find_spec(TRANSFORMERS) is None:
@@ -269,15 +259,14 @@ class _Passes:
         # A run without a pass is missing all steps, which is said elsewhere.
         parts = [one.streams for one in served.passes]
         self._streams = np.concatenate(parts, 2) if parts else np.zeros((1, 2, 0, 1), np.float32)
-        tokens = [
-            TokenOfPass(one.number, one.kind, request, position)
-            for one in served.passes
-            for request, position in one.places
-        ]
-        self.errors = StreamErrors(tokens, len(self._streams) - 1)
+        tokens: list[str] = []
         self._at: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for number, token in enumerate(tokens):
-            self._at[sequences[token.request], token.position].append(number)
+        for one in served.passes:
+            for request, position in one.places:
+                self._at[sequences[request], position].append(len(tokens))
+                step = f"step {one.number} ({one.kind})"
+                tokens.append(f"{step}, request {request}, position {position}")
+        self.errors = StreamErrors(tokens, len(self._streams) - 1)
 
     def begin(self, places: Sequence[tuple[int, int]]) -> None:
         """Take the sequence and position of each row that the references compute next."""

@@ -17,6 +17,7 @@ from typing import Any
 import jinja2
 
 from ..errors import EQUAL, NOT_COMPARED, NotComparable
+from ..judging.diff import Finding, load, pool
 from ..judging.record import check_header
 
 MODES = {
@@ -33,9 +34,6 @@ METRICS = (
     "overlap",
     "contract",
 )
-LAST = ("fused_add_rms_norm", "logits", "final")
-"""Taps outside of layers that stand behind them."""
-
 Record = Mapping[str, Any]
 
 
@@ -56,7 +54,7 @@ def page(record: Record) -> str:
         environment = jinja2.Environment(
             autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
         )
-        environment.filters["brief"] = _brief
+        environment.filters |= {"brief": _brief, "share": _share}
         template = environment.from_string(
             resources.files(__package__).joinpath("report.html").read_text("utf-8")
         )
@@ -69,16 +67,16 @@ def page(record: Record) -> str:
 
 def _context(record: Record) -> dict[str, Any]:
     kind = check_header(record, "report")["kind"]
-    findings = [_finding(f) for f in record.get("findings", [])] if kind == "diff" else []
+    findings = load(record).findings if kind == "diff" else []
     sides = list(record["sides"])
-    modes = [mode for mode in ("X", "S", "P") if any(f["mode"] == mode for f in findings)]
+    modes = [mode for mode in ("X", "S", "P") if any(f.mode == mode for f in findings)]
     return {
         "record": {"first_divergence": None, "logits": [], "served": [], **record},
         "triage": _triage(record),
         "sides": [{"name": name, "letter": "abc"[min(i, 2)]} for i, name in enumerate(sides)],
         "facts": _facts(record, findings),
         "environment": _environment(record, sides),
-        "modes": [_mode([f for f in findings if f["mode"] == mode], sides, mode) for mode in modes],
+        "modes": [_mode([f for f in findings if f.mode == mode], sides, mode) for mode in modes],
         "worst": _worst(findings),
         "ops": _ops(record["results"]) if kind == "ops" else [],
         "facts_of_rollout": rollout_facts(record) if kind == "rollout" else [],
@@ -86,25 +84,17 @@ def _context(record: Record) -> dict[str, Any]:
     }
 
 
-def _finding(raw: Record) -> dict[str, Any]:
-    """A finding with numbers instead of names of infinities, and its shares, the contract's
-    among them.
-    """
-    metrics = {k: float(v) for k, v in raw["metrics"].items() if not isinstance(v, list)}
-    shares = {name: float(v) for name, v in raw["shares"].items()}
-    if raw["contract"] is not None:
-        shares["contract"] = float(raw["contract"])
-    row = _row(raw["tap"], raw["layer"])
-    return {
-        **raw,
-        "metrics": metrics,
-        "shares": shares,
-        "row": row,
-        "share": max(shares.values(), default=0.0),
-    }
+def _shares(f: Finding) -> Mapping[str, float]:
+    """The shares of a finding, the contract's among them."""
+    return f.shares if f.contract is None else {**f.shares, "contract": f.contract}
 
 
-def _mode(findings: Sequence[Record], sides: Sequence[str], mode: str) -> dict[str, Any]:
+def _share(f: Finding) -> float:
+    """The largest of them."""
+    return max(_shares(f).values(), default=0.0)
+
+
+def _mode(findings: Sequence[Finding], sides: Sequence[str], mode: str) -> dict[str, Any]:
     """What the page shows of the findings of one mode."""
     return {
         "name": mode,
@@ -113,15 +103,6 @@ def _mode(findings: Sequence[Record], sides: Sequence[str], mode: str) -> dict[s
         "chart": _chart(findings, sides, mode),
         "layers": _tables(findings, sides),
     }
-
-
-def _row(tap: str, layer: int) -> float:
-    """The row of the map: the layer, or, outside layers, -1 before them and infinity behind
-    them.
-    """
-    if layer >= 0:
-        return layer
-    return math.inf if tap.split("[")[0].split(" ")[0] in LAST else -1
 
 
 CAUSES = {
@@ -157,7 +138,7 @@ def _triage(record: Record) -> str:
     )
 
 
-def _facts(record: Record, findings: Sequence[Record]) -> list[tuple[str, str]]:
+def _facts(record: Record, findings: Sequence[Finding]) -> list[tuple[str, str]]:
     e = record.get("environment", {})
     count = len(findings) or record.get("compared")
     if isinstance(count, bool):  # a search only says whether something was compared
@@ -195,25 +176,23 @@ def _environment(record: Record, sides: Sequence[str]) -> list[dict[str, Any]]:
 # --------------------------------------------------------------------------------------------------
 
 
-def _heat(findings: Sequence[Record], side: str) -> dict[str, Any]:
+def _heat(findings: Sequence[Finding], side: str) -> dict[str, Any]:
     """Rows of layers, columns of metrics and of ops: the largest share of a gate over all steps."""
-    mine = [f for f in findings if f["side"] == side]
-    local = [f for f in mine if f["scope"] in ("op", "layer")]
-    metrics = [name for name in METRICS if any(name in f["shares"] for f in local)]
-    taps = list(dict.fromkeys(f["tap"] for f in local if f["scope"] == "op" and f["layer"] >= 0))
+    mine = [f for f in findings if f.side == side]
+    local = [f for f in mine if f.scope in ("op", "layer")]
+    metrics = [name for name in METRICS if any(name in _shares(f) for f in local)]
+    taps = list(dict.fromkeys(f.tap for f in local if f.scope == "op" and f.layer >= 0))
     rows = []
-    for row in sorted({f["row"] for f in local}):
-        here = [f for f in local if f["row"] == row]
-        cells = [_cell((f["shares"].get(name) for f in here), here, name) for name in metrics]
-        cells = cells or [_cell((f["share"] for f in here), here)]
+    for row in sorted({f.row for f in local}):
+        here = [f for f in local if f.row == row]
+        cells = [_cell((_shares(f).get(name) for f in here), here, name) for name in metrics]
+        cells = cells or [_cell((_share(f) for f in here), here)]
         ops = [
-            _cell(
-                (f["share"] for f in here if f["tap"] == tap), [f for f in here if f["tap"] == tap]
-            )
+            _cell((_share(f) for f in here if f.tap == tap), [f for f in here if f.tap == tap])
             for tap in taps
         ]
-        whole = [f for f in mine if f["row"] == row and f["scope"] in ("inherited", "logits")]
-        inherited = _cell((f["share"] for f in whole), whole)
+        whole = [f for f in mine if f.row == row and f.scope in ("inherited", "logits")]
+        inherited = _cell((_share(f) for f in whole), whole)
         rows.append({"name": _row_name(row), "cells": [*cells, inherited], "ops": ops})
     return {
         "side": side,
@@ -236,14 +215,14 @@ def _short(tap: str) -> str:
 
 
 def _cell(
-    values: Iterable[float | None], findings: Sequence[Record], metric: str = ""
+    values: Iterable[float | None], findings: Sequence[Finding], metric: str = ""
 ) -> dict[str, Any] | None:
     """A share for the map; None where nothing was compared."""
     known = [value for value in values if value is not None]
     if not known:
         return None
     value = max(known)
-    failing = [f for f in findings if f["complaints"]]
+    failing = [f for f in findings if f.complaints]
     failed = not value <= 1.0 or (not metric and bool(failing))
     text = "" if failed and value <= 1.0 else _brief(value)
     return {"share": value, "text": text, "heat": round(100 * min(value, 1.0)), "failed": failed}
@@ -261,7 +240,7 @@ def _brief(value: float) -> str:
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1100, 250, 52, 140, 14, 34
 
 
-def _chart(findings: Sequence[Record], sides: Sequence[str], mode: str) -> dict[str, Any] | None:
+def _chart(findings: Sequence[Finding], sides: Sequence[str], mode: str) -> dict[str, Any] | None:
     """Local and inherited error by layer: sigma with its band in mode P, relative error in mode
     S.
     """
@@ -292,14 +271,12 @@ def _chart(findings: Sequence[Record], sides: Sequence[str], mode: str) -> dict[
     }  # fmt: skip
 
 
-def _lines(findings: Sequence[Record], sides: Sequence[str], mode: str) -> list[dict[str, Any]]:
+def _lines(findings: Sequence[Finding], sides: Sequence[str], mode: str) -> list[dict[str, Any]]:
     """The lines of a chart: the local and the inherited error of each side, where there are any."""
     lines: list[dict[str, Any]] = []
     for index, side in enumerate(sides):
         for scope, word in (("layer", "local"), ("inherited", "inherited")):
-            points = _by_layer(
-                [f for f in findings if (f["side"], f["scope"]) == (side, scope)], mode
-            )
+            points = _by_layer([f for f in findings if (f.side, f.scope) == (side, scope)], mode)
             if points:
                 lines.append(
                     {"side": index, "scope": word, "name": f"{side[:1]} {word}", "points": points}
@@ -308,28 +285,26 @@ def _lines(findings: Sequence[Record], sides: Sequence[str], mode: str) -> list[
 
 
 def _limits(
-    findings: Sequence[Record], values: Sequence[float], mode: str
+    findings: Sequence[Finding], values: Sequence[float], mode: str
 ) -> tuple[float, float, tuple[float, float], bool]:
     """(lowest y, highest y, band of what is right, whether the scale is logarithmic) of a chart
     of `values`.
     """
     if mode == "P":
         return min(0.9, *values) - 0.02, max(1.1, *values) + 0.02, (0.95, 1.05), max(values) > 4
-    noise = [f["metrics"]["rel_noise"] for f in findings if f["scope"] in ("layer", "inherited")]
-    gates = [f["metrics"]["rel_l2"] / f["shares"]["relative error"] for f in findings
-             if f["scope"] == "layer" and f["shares"].get("relative error")]  # fmt: skip
+    noise = [f.metrics.rel_noise for f in findings if f.scope in ("layer", "inherited")]
+    gates = [f.metrics.rel_l2 / _shares(f)["relative error"] for f in findings
+             if f.scope == "layer" and _shares(f).get("relative error")]  # fmt: skip
     band = (min(noise, default=0.0), min(gates, default=max(noise, default=1.0)))
     return 0.5 * min(v for v in (*values, *band) if v > 0), 2.0 * max(*values, band[1]), band, True
 
 
-def _by_layer(findings: Sequence[Record], mode: str) -> list[tuple[int, float]]:
+def _by_layer(findings: Sequence[Finding], mode: str) -> list[tuple[int, float]]:
     """(layer, sigma over all steps, or the largest relative error)."""
     found = []
-    for layer in sorted({f["layer"] for f in findings}):
-        here = [f["metrics"] for f in findings if f["layer"] == layer]
-        noise = sum(m["noise_power"] for m in here)
-        sigma = math.sqrt(sum(m["error_power"] for m in here) / noise) if noise else 1.0
-        value = sigma if mode == "P" else max(m["rel_l2"] for m in here)
+    for layer in sorted({f.layer for f in findings}):
+        here = [f.metrics for f in findings if f.layer == layer]
+        value = pool(here).sigma if mode == "P" else max(m.rel_l2 for m in here)
         if math.isfinite(value):
             found.append((layer, value))
     return found
@@ -370,15 +345,15 @@ def _labels(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 # --------------------------------------------------------------------------------------------------
 
 
-def _tables(findings: Sequence[Record], sides: Sequence[str]) -> list[dict[str, Any]]:
+def _tables(findings: Sequence[Finding], sides: Sequence[str]) -> list[dict[str, Any]]:
     """The op table by layer: for each tap the implementation and the errors on each side."""
     tables = []
-    for row in sorted({f["row"] for f in findings}):
-        here = [f for f in findings if f["row"] == row]
+    for row in sorted({f.row for f in findings}):
+        here = [f for f in findings if f.row == row]
         taps = []
-        for scope, tap in dict.fromkeys((f["scope"], f["tap"]) for f in here):
+        for scope, tap in dict.fromkeys((f.scope, f.tap) for f in here):
             both = [
-                [f for f in here if (f["scope"], f["tap"], f["side"]) == (scope, tap, side)]
+                [f for f in here if (f.scope, f.tap, f.side) == (scope, tap, side)]
                 for side in sides
             ]
             taps.append(
@@ -387,7 +362,7 @@ def _tables(findings: Sequence[Record], sides: Sequence[str]) -> list[dict[str, 
                     "sides": [_summary(fs) for fs in both],
                 }
             )
-        failed = sum(bool(f["complaints"]) for f in here)
+        failed = sum(bool(f.complaints) for f in here)
         tables.append({"name": _row_name(row), "taps": taps, "failed": failed})
     return tables
 
@@ -399,29 +374,29 @@ def _sigma(error: float, noise: float) -> str:
     return "off" if error else "exact"
 
 
-def _summary(findings: Sequence[Record]) -> dict[str, Any] | None:
+def _summary(findings: Sequence[Finding]) -> dict[str, Any] | None:
     """A tap of a side over all steps."""
     if not findings:
         return None
-    metrics = [f["metrics"] for f in findings]
-    noise, error = (sum(m[key] for m in metrics) for key in ("noise_power", "error_power"))
-    contracts = [f["shares"]["contract"] for f in findings if "contract" in f["shares"]]
+    metrics = [f.metrics for f in findings]
+    noise, error = (sum(getattr(m, key) for m in metrics) for key in ("noise_power", "error_power"))
+    contracts = [_shares(f)["contract"] for f in findings if "contract" in _shares(f)]
     return {
-        "implementation": findings[0]["implementation"],
+        "implementation": findings[0].implementation,
         "sigma": _sigma(error, noise),
-        "rel": f"{max(m['rel_l2'] for m in metrics):.1e}",
+        "rel": f"{max(m.rel_l2 for m in metrics):.1e}",
         "contract": f"{max(contracts):.2f}" if contracts else "",
-        "complaint": next((f["complaints"][0] for f in findings if f["complaints"]), ""),
+        "complaint": next((f.complaints[0] for f in findings if f.complaints), ""),
     }
 
 
-def _worst(findings: Sequence[Record]) -> list[Record]:
+def _worst(findings: Sequence[Finding]) -> list[Finding]:
     """Where errors are largest, one row for each side, mode and tap: failing ones first, as the
     model computes them.
     """
-    best: dict[Any, Record] = {}
-    for f in sorted(findings, key=lambda f: (not f["complaints"], -f["share"])):
-        best.setdefault((f["side"], f["mode"], f["scope"], f["tap"]), f)
+    best: dict[Any, Finding] = {}
+    for f in sorted(findings, key=lambda f: (not f.complaints, -_share(f))):
+        best.setdefault((f.side, f.mode, f.scope, f.tap), f)
     return list(best.values())[:12]
 
 

@@ -7,21 +7,19 @@ composition these are the ops inside: it rounds nothing besides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ...ops import REGISTRY, Op
-from ...ops.testing import widened
-from .reference import bound
+from ...ops import Op
 from .taps import Tracer
 
 HALF_ULP32 = 2.0**-24
 
 
 class Jitter(Tracer):
-    """Gives every op such inputs. Give it to a Reference as its tracer."""
+    """Gives every op such inputs. Give it to a Reference or to `evaluate` as the tracer."""
 
     def __init__(self, rng: np.random.Generator, half_ulp: float = HALF_ULP32) -> None:
         super().__init__()
@@ -42,13 +40,3 @@ class Jitter(Tracer):
         if not isinstance(x, np.ndarray) or x.dtype.kind != "f":
             return x
         return x.astype(np.float64) * (1.0 + self._half_ulp * self._rng.uniform(-1.0, 1.0, x.shape))
-
-
-def evaluate_jittered(
-    op: str, arguments: Mapping[str, Any], rng: np.random.Generator, half_ulp: float = HALF_ULP32
-) -> tuple[np.ndarray, ...]:
-    """One op, as `evaluate` does exactly, with such inputs."""
-    given = widened(REGISTRY[op], dict(arguments))
-    with np.errstate(all="ignore"):
-        out = getattr(bound(True, Jitter(rng, half_ulp)), op)(**given)
-    return out if isinstance(out, tuple) else (out,)

@@ -116,40 +116,32 @@ class Reference:
             stream = decoder.Stream(self.widen(hidden), self.widen(residual))
             return np.asarray(decoder.finish(self._ops, self.spec, top, stream))
 
-    def run(
-        self, top: Mapping[str, np.ndarray], weights: Callable[[int], Mapping[str, np.ndarray]],
-        caches: Sequence[np.ndarray], behind: Callable[[State], None] = lambda state: None,
-    ) -> tuple[np.ndarray, list[np.ndarray]]:  # fmt: skip
-        """A whole pass: (finished hidden states [tok dim], the caches behind it). `weights` are
-        those of a layer, and `behind` gets what each layer gave.
+    def run_steps(
+        self, weights: HostWeights, start: Sequence[np.ndarray], steps: Sequence[StepInput]
+    ) -> Iterator[list[np.ndarray]]:
+        """Run `steps` from the caches `start`. Of each, the streams [tok dim] behind each layer,
+        and the logits [tok vocab].
         """
+        top, caches, found = weights.top(), list(start), list[np.ndarray]()
 
-        def start() -> tuple[np.ndarray, np.ndarray]:
+        def begin() -> Any:
             hidden = self.embed(top)
             return hidden, np.zeros_like(hidden)
 
-        def layer(index: int, stream: tuple[np.ndarray, np.ndarray], cache: np.ndarray) -> Any:
-            hidden, residual, cache = self.layer(index, weights(index), (*stream, cache))
-            behind((hidden, residual, cache))
-            return (hidden, residual), cache
+        def layer(index: int, stream: Any, cache: np.ndarray) -> Any:
+            *stream, cache = self.layer(index, weights.layer(index), (*stream, cache))
+            found.append(total(stream))
+            return stream, cache
 
-        return Stepwise(
-            sources_of(self.model), start, layer, lambda stream: self.finish(top, *stream)
-        ).run(caches)
+        def end(stream: Any) -> np.ndarray:
+            return self.head(top, self.finish(top, *stream))
 
-    def run_steps(
-        self, weights: HostWeights, start: Sequence[np.ndarray], steps: Sequence[StepInput]
-    ) -> Iterator[tuple[list[np.ndarray], np.ndarray]]:
-        """Run `steps` from the caches `start`. Of each, the streams [tok dim] behind each layer,
-        and the finished hidden states [tok dim].
-        """
-        caches = list(start)
+        walk = Stepwise(sources_of(self.model), begin, layer, end)
         for step in steps:
-            streams: list[np.ndarray] = []
             self.begin(step)
-            keep = lambda state, streams=streams: streams.append(total(state))  # noqa: E731
-            finished, caches = self.run(weights.top(), weights.layer, caches, keep)
-            yield streams, finished
+            found.clear()
+            logits, caches = walk.run(caches)
+            yield [*found, logits]
 
     def traced(
         self, top: Mapping[str, np.ndarray], weights: Callable[[int], Mapping[str, np.ndarray]],
@@ -209,13 +201,16 @@ def _ops(exact: bool) -> SimpleNamespace:
     return space
 
 
-def evaluate(op: str, arguments: Mapping[str, Any], *, exact: bool) -> tuple[np.ndarray, ...]:
+def evaluate(
+    op: str, arguments: Mapping[str, Any], *, exact: bool, tracer: Tracer | None = None
+) -> tuple[np.ndarray, ...]:
     """One op: exactly, on float64 copies of its floating arguments, or faithfully, in the dtypes
-    that they have.
+    that they have. `tracer` sees its calls.
     """
+    ops = _ops(exact) if tracer is None else bound(exact, tracer)
     given = widened(REGISTRY[op], dict(arguments)) if exact else arguments
     with np.errstate(all="ignore"):
-        out = getattr(_ops(exact), op)(**given)
+        out = getattr(ops, op)(**given)
     return out if isinstance(out, tuple) else (out,)
 
 

@@ -9,7 +9,7 @@ worker's plans have them: on what is given to them in the layer, they say which 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,18 +17,18 @@ import numpy as np
 
 from ...bucketing import Table
 from ...ops import Plan, Plans
-from ...shared.config import DeviceInfo
+from ...shared.config import DeviceInfo, ResolvedConfig
 from ...shared.demand import Demand
 from ...shared.models import decoder
 from ...shared.models.caches import CacheLayout
-from ...shared.models.spec import Model, source_of
+from ...shared.models.spec import Model
 from ...shared.progress import silent
 from ...shared.step import PROCESSING, StepInput
-from ...shared.worker import backend_module, create_worker
+from ...shared.worker import Worker, backend_module, create_worker
 from ..progress import Progress
 from .fault import Fault, faulty_checkpoint, planted
 from .one_op import PlannedOps
-from .reference import State, total
+from .reference import State, sources_of, total
 from .sampling import sampled_rows, sampling_field
 from .steps import pages_of, real_tokens, written_slots
 from .subject import Subject, Target
@@ -163,6 +163,23 @@ def plans_of(subject: Subject, target: Target, fault: Fault | None) -> Plans:
     return plans
 
 
+def start_worker(
+    subject: Subject, target: Target, config: ResolvedConfig, pages: int, table: Table,
+    fault: Fault | None = None,
+) -> Worker:  # fmt: skip
+    """A worker that is loaded and compiled for the programs of `table`, with a cache of so many
+    pages. Raises ModelError, BackendUnavailable.
+    """
+    device = backend_module(target.backend).find_device(target.device)
+    with planted(target.backend, fault), faulty_checkpoint(subject, fault) as held:
+        config = replace(config, load_format=held.load_format)
+        worker = create_worker(subject.model, config, device, held.folder)
+        worker.load(silent)
+        worker.allocate_kv(pages)
+        worker.warm_up(table, silent)
+    return worker
+
+
 class WorkerSide:
     """A `Side` that runs a worker on some steps, in order."""
 
@@ -174,21 +191,17 @@ class WorkerSide:
         self.target, self._shapes = target, {step.descriptor for step in steps}
         self._pages, self._layout = pages_of(steps), subject.layout
         self._ops: dict[str, PlannedOps] = {}
-        with ExitStack() as stack:
-            stack.enter_context(planted(target.backend, fault))
-            held = stack.enter_context(faulty_checkpoint(subject, fault))
-            self.config = held.resolved(target, steps, DEMAND)
-            self.device = backend_module(target.backend).find_device(target.device)
-            if target.backend == "jax":
-                # Of a rounding that is left out between ops, ops by themselves say nothing.
-                backend_module("jax", "compilation").check_rounding(self.device)
+        self.config = subject.resolved(target, steps, DEMAND)
+        self.device = backend_module(target.backend).find_device(target.device)
+        if target.backend == "jax":
+            # Of a rounding that is left out between ops, ops by themselves say nothing.
+            backend_module("jax", "compilation").check_rounding(self.device)
+        with planted(target.backend, fault):
             self.spec = decoder.model_of(subject.model)
-            self._sources = [source_of(x, i) for i, x in enumerate(self.spec.layers)]
-            self._worker: Any = create_worker(subject.model, self.config, self.device, held.folder)
-            self._worker.load(silent)
-            # The last page is scratch.
-            self._worker.allocate_kv(self._pages - 1)
-            self._worker.warm_up(self._table(), silent)
+        self._sources = sources_of(subject.model)
+        # The last page is scratch.
+        given = subject, target, self.config, self._pages - 1, self._table()
+        self._worker: Any = start_worker(*given, fault)
         self.plans = self._worker.plans()
 
     def _table(self) -> Table:

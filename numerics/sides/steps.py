@@ -61,22 +61,21 @@ def default_prompts(
 
 def read_text(path: str, subject: Subject) -> np.ndarray:
     """The tokens [tok] int32 of a text file. Raises ConfigError."""
+    return np.asarray(encode(_read("text", path), subject), np.int32)
+
+
+def _read(name: str, path: str) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"text: cannot read {path}: {error}") from error
-    return np.asarray(encode(text, subject), np.int32)
+        raise ConfigError(f"{name}: cannot read {path}: {error}") from error
 
 
 def read_prompts(path: str, subject: Subject) -> list[np.ndarray]:
     """Prompts from a file of JSON lines: {"token_ids": [...]} or {"prompt": "text"}. Raises
     ConfigError.
     """
-    prompts = []
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"prompts: cannot read {path}: {error}") from error
+    prompts, lines = [], _read("prompts", path).splitlines()
     for number, line in enumerate(filter(str.strip, lines), 1):
         try:
             record = json.loads(line)
@@ -134,7 +133,7 @@ def make_owned_steps(
     )
     scheduler = Scheduler(config, table)
     for index, ids in enumerate(prompts):
-        _check(ids, index, subject, new_tokens)
+        check_prompt(ids, index, subject, new_tokens + 1, subject.max_model_len)
         params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
         scheduler.add(Request(str(index), ids[: len(ids) - new_tokens], params, seed=index))
     for step, owners, _ in forced_steps(scheduler, shape, prompts):
@@ -162,11 +161,14 @@ def forced_steps(
         scheduler.update(scheduled, np.asarray(tokens, np.int32))
 
 
-def _check(ids: np.ndarray, index: int, subject: Subject, new_tokens: int) -> None:
-    if not new_tokens < len(ids) <= subject.max_model_len:
-        allowed = f"{new_tokens + 1} to {subject.max_model_len}"
+def check_prompt(
+    ids: np.ndarray, index: int, subject: Subject, shortest: int, longest: int
+) -> None:
+    """Raise RequestError for a prompt of another length, or outside of the vocabulary."""
+    if not shortest <= len(ids) <= longest:
         raise RequestError(
-            "prompts", f"prompt {index} has {len(ids)} tokens, allowed are {allowed}"
+            "prompts",
+            f"prompt {index} has {len(ids)} tokens, allowed are {shortest} to {longest}",
         )
     if ids.min() < 0 or ids.max() >= subject.model.vocab_size:
         raise RequestError("prompts", f"prompt {index} has a token outside of the vocabulary")

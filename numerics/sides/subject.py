@@ -15,6 +15,7 @@ from ...ops import REGISTRY
 from ...ops.namespaces import namespace
 from ...ops.plugins import load_plugins
 from ...shared.config import BACKENDS, DEVICES, LOAD_FORMATS, EngineConfig, ResolvedConfig, resolve
+from ...shared.config import DTYPES as RUN_DTYPES
 from ...shared.demand import ANYTHING, Demand
 from ...shared.errors import ConfigError
 from ...shared.models import decoder
@@ -36,8 +37,6 @@ from ...shared.weights import (
     read_parameter,
 )
 from ...shared.worker import backend_module
-
-RUN_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +221,8 @@ def open_subject(
         raise ConfigError(
             f"load_format: got {load_format!r}, allowed are {', '.join(LOAD_FORMATS)}"
         )
-    if dtype not in ("auto", *RUN_DTYPES):
-        raise ConfigError(f"dtype: got {dtype!r}, allowed are auto, {', '.join(RUN_DTYPES)}")
+    if dtype not in RUN_DTYPES:
+        raise ConfigError(f"dtype: got {dtype!r}, allowed are {', '.join(RUN_DTYPES)}")
     check_weights(name, load_format)
     folder = model_folder(name)
     model = load_config(folder)

@@ -2,6 +2,9 @@
 rounding shows.
 """
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -75,6 +78,18 @@ def test_one_bit_another_dtype_and_another_shape_are_seen():
     assert judge([wrong]).where == "output 0, element (1, 2)"
     assert not judge([right.astype(np.float32)]).passed
     assert not judge([right[:1]]).passed
+
+
+def test_the_first_op_that_is_asked_for_has_its_probes():
+    """In a process that has loaded no cases: which ops are judged bitwise, these say."""
+    code = (
+        "import numpy as np\n"
+        "from twinfer.numerics.questions.exact_probes import probes\n"
+        "table = {'token_ids': np.zeros(3, np.int32), 'weight': np.ones((4, 2), np.float32)}\n"
+        "print(len(probes('embedding', table)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "1"
 
 
 @pytest.fixture(scope="module")

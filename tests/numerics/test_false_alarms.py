@@ -31,7 +31,7 @@ from twinfer.numerics.questions.invariants import RELATIONS, Lab
 from twinfer.numerics.questions.invariants import Judge as RelationJudge
 from twinfer.numerics.questions.model import Comparison, compare_model
 from twinfer.numerics.showing.terminal import render
-from twinfer.numerics.sides.jitter import evaluate_jittered
+from twinfer.numerics.sides.jitter import Jitter
 from twinfer.numerics.sides.reference import evaluate
 from twinfer.numerics.sides.steps import make_steps
 from twinfer.numerics.sides.subject import parse_target
@@ -118,7 +118,7 @@ def test_an_ordinary_composition_is_allowed_no_more_than_its_sums():
     }
     arguments |= {"gate_up_bias": None, "down_bias": None}
     amplified = amplification(
-        lambda rng: evaluate_jittered("gated_mlp", arguments, rng),
+        lambda rng: evaluate("gated_mlp", arguments, exact=True, tracer=Jitter(rng)),
         evaluate("gated_mlp", arguments, exact=True),
         32,
     )[0]

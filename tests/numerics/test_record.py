@@ -16,7 +16,7 @@ from twinfer.numerics.questions.check import Cause, CheckReport, Part
 from twinfer.numerics.questions.invariants import InvariantsReport, Result
 from twinfer.numerics.questions.ops_check import OpsReport
 from twinfer.numerics.questions.quantization import LayerCost, QuantizationReport
-from twinfer.numerics.questions.rollout import Perplexity, Ratios, Reach, RolloutReport
+from twinfer.numerics.questions.rollout import RolloutReport
 from twinfer.numerics.questions.selftest import FaultResult, SelfTest
 from twinfer.numerics.showing.junit import suite_xml
 from twinfer.numerics.showing.report import page, read_record
@@ -37,17 +37,21 @@ REPORTS = {
     ),
     "rollout": RolloutReport(
         ("a", "b"),
-        Ratios(9, 1.0, 0.1, {"0.5": 1.0}, 0.9, 1.1, 0.0, 1.0, 1e-4),
-        [Reach(16, 31, 9, 0.0, 0.1, 0.2)],
-        0.0,
-        0.1,
-        2.0,
-        1.2,
-        Perplexity(9, 5.0, 5.1, 0.0, 0.1),
+        {
+            "growth": 0.0, "growth_limit": 0.1, "sigma": 2.0, "limit": 1.2,
+            "ratios": {
+                "tokens": 9, "mean": 1.0, "mean_error": 0.1, "quantiles": {"0.5": 1.0},
+                "smallest": 0.9, "largest": 1.1, "clipped": 0.0, "effective": 1.0, "kl": 1e-4,
+            },
+            "drift": [
+                {"first": 16, "last": 31, "tokens": 9, "mean": 0.0, "rms": 0.1, "largest": 0.2}
+            ],
+            "perplexity": {"tokens": 9, "a": 5.0, "b": 5.1, "difference": 0.0, "error": 0.1},
+        },
         problems=["ratios are off"],
     ),
     "quantization": QuantizationReport("int8", layers=[LayerCost(2, 1e-3, 1e-2, 0.25)]),
-}
+}  # fmt: skip
 SAID = {
     "diff": "unequal weights",
     "ops": "a: rms_norm",

@@ -9,14 +9,14 @@ import torch
 
 from twinfer.gpu import module, plumbing, worker
 from twinfer.numerics.judging.served import Row, judge_row, judge_rows
-from twinfer.numerics.judging.streams import StreamErrors, TokenOfPass, judge_streams
+from twinfer.numerics.judging.streams import StreamErrors, judge_streams
 from twinfer.numerics.questions import served
 from twinfer.numerics.questions.served import check_served, chooser, workload
 from twinfer.numerics.sides.serving import Answer, Ask, Served
 from twinfer.numerics.sides.subject import open_subject, parse_target
 from twinfer.serving.cli import main
 from twinfer.shared import kv_manager, packer, prefix_cache
-from twinfer.shared.errors import ConfigError
+from twinfer.shared.errors import RequestError
 from twinfer.shared.models import decoder
 from twinfer.shared.sampling_params import SamplingParams
 
@@ -295,7 +295,7 @@ def test_a_position_of_little_noise_is_judged_by_the_stream_of_the_engine(
 def streams(error, layers=2, tokens=20, dim=16):
     """Streams whose error is `error` [layer + 1, tok] times their noise."""
     rng = np.random.default_rng(0)
-    of = [TokenOfPass(1 + i // 10, "mixed", 0, i) for i in range(tokens)]
+    of = [f"step {1 + i // 10} (mixed), request 0, position {i}" for i in range(tokens)]
     found = StreamErrors(of, layers)
     for layer in range(layers + 1):
         exact = rng.normal(size=(tokens, dim))
@@ -326,7 +326,7 @@ def test_only_the_last_layer_may_drop_a_token(layer, is_wrong):
 
 
 def test_tokens_without_a_reference_are_counted():
-    found = StreamErrors([TokenOfPass(1, "decode", 0, i) for i in range(3)], 0)
+    found = StreamErrors(["", "", ""], 0)
     one = np.ones((1, 4))
     found.look(0, np.array([1]), one, one, one)
     assert found.missing == 2
@@ -365,5 +365,5 @@ def test_the_command(small_model, tmp_path, capsys):
 
 def test_a_prompt_outside_of_the_vocabulary_is_refused(small_model):
     subject = open_subject(small_model, load_format="dummy")
-    with pytest.raises(ConfigError, match="prompt 0 has a token"):
+    with pytest.raises(RequestError, match="prompt 0 has a token"):
         workload(subject, [np.array([300], np.int32)])
