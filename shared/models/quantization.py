@@ -174,10 +174,15 @@ def pieces_of(wide: Parameter, narrow: Narrow) -> Iterator[Parameter]:
     """The parameters that hold `wide`."""
     n, k = wide.shape
     group = narrow.group or k
-    if k % group or k % 2:
+    if k % group:
         raise UnsupportedModel(
             f"quantization: {narrow.kind} by groups of {group} entries, the rows of {wide.name} "
             f"have {k}, which is no multiple of it"
+        )
+    if k % 2:
+        raise UnsupportedModel(
+            f"quantization: the rows of {wide.name} have {k} entries on each device, allowed are "
+            "even numbers"
         )
     groups, (rows, columns) = k // group, wide.axes
     across = columns if groups > 1 else "one"

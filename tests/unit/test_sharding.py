@@ -144,3 +144,20 @@ def test_what_ranks_do_not_do_is_refused(options, words):
     )
     with pytest.raises(ConfigError, match=words):
         resolve(config, model, CPU)
+
+
+def test_rows_of_an_odd_number_are_refused_by_what_they_are():
+    """Not as if they were no multiple of a group that is the whole row."""
+    from dataclasses import replace
+
+    from twinfer.shared.errors import UnsupportedModel
+    from twinfer.shared.models.families import parameters_of
+    from twinfer.shared.models.quantization import WHEN_LOADED, pieces_of
+
+    table = parameters_of(load_config(model_folder("demo")))
+    down = next(parameter for parameter in table if parameter.name == "down")
+    odd = replace(down, shape=(down.shape[0], 5))
+    with pytest.raises(UnsupportedModel, match="the rows of down have 5 entries on each device"):
+        list(pieces_of(odd, WHEN_LOADED["int8_weights"]))
+    with pytest.raises(UnsupportedModel, match="the rows of down have 5, which is no multiple"):
+        list(pieces_of(odd, WHEN_LOADED["int4"]))
