@@ -2,13 +2,14 @@
 
     python scripts/tune_attention.py [--shapes "gemma4 full,gemma4 window"] [--only 0,1]
     [--kernels decode,prefill,hopper] [--contexts 1024,32768] [--batches 1,8,64]
-    [--json out.json]
+    [--prompts 0+8192,24576+8192] [--json out.json]
 
 For every candidate below: how long does each call take, what share is that of the bytes that must
-be read (decode, against a copy on the same GPU), or how many TFLOP/s are they (prompts)? The first
-candidate is what `gpu/kernels/configs.json` has; the best one must be within the op's bound. It
-belongs there under the chip, as `decode/512`, `prefill/256` or `hopper/256`. Candidates that need
-more shared memory than there is are said so and passed over.
+be read (decode, against a copy on the same GPU), or how many TFLOP/s are they (prompts)? Beside
+whole prompts stands cuDNN, with keys and values that lie in one piece. The first candidate is what
+`gpu/kernels/configs.json` has; the best one must be within the op's bound. It belongs there under
+the chip, as `decode/512`, `prefill/256` or `hopper/256`. Candidates that need more shared memory
+than there is are said so and passed over.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tune_kernels import copy_rate, normal, seconds
 
 from twinfer.gpu.kernels import attention
@@ -31,7 +33,7 @@ from twinfer.ops.cases.attention import paged
 from twinfer.ops.implement import preferred
 from twinfer.ops.testing import Judge, run
 
-PAGE = 16
+PAGE = 64
 IN_CACHE = 1 << 28
 """Bytes that are more than the L2 cache holds: smaller caches are read in turns."""
 
@@ -70,9 +72,8 @@ SHAPES = {
     "gemma3 full": Shape(8, 4, 256),
     "gemma3 window": Shape(8, 4, 256, window=1024),
 }
-PROMPTS = (0, 24576)
-"""Slots of a prompt before the step in which its next PROMPT tokens are taken."""
-PROMPT = 8192
+CUDNN_SIZE = 128
+"""The largest heads that cuDNN's attention takes here."""
 SKEWED = [102_400] + [1024] * 63
 """Slots of requests, one of them long."""
 NAMES = {
@@ -176,19 +177,48 @@ def replaced(kernel: str, setting: dict[str, int]) -> Callable[..., dict[str, in
     return lambda which, *variants: setting if which == kernel else real(which, *variants)
 
 
-def measure(
-    ops: Any, shape: Shape, kernel: str, rate: float, batches: list[int], contexts: list[int]
+def library(shape: Shape, tokens: int) -> Callable[[int], Any]:
+    """A call of cuDNN's attention for a whole prompt: no pages, and no cache."""
+    q = normal(1, shape.heads, tokens, shape.size)
+    k, v = (normal(1, shape.kv_heads, tokens, shape.size) for _ in range(2))
+
+    def run_it(i: int) -> Any:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=True
+            )
+
+    return run_it
+
+
+def of_prompts(
+    ops: Any, shape: Shape, prompts: list[tuple[int, int]]
 ) -> dict[str, tuple[float, str]]:
-    """By call: seconds, and what that is in words."""
+    """By prompt (slots before the step, tokens of the step): seconds, TFLOP/s of what is seen."""
     found = {}
+    for past, tokens in prompts:
+        pairs = shape.pairs(past + tokens) - shape.pairs(past)
+        work = 4.0 * shape.heads * shape.size * pairs
+        name = f"{tokens} after {past}"
+        calls = {name: call(ops, shape, [past + tokens], [tokens])}
+        if not past and not shape.window and shape.size <= CUDNN_SIZE:
+            calls[f"{name} by cuDNN"] = library(shape, tokens)
+        for what, each in calls.items():
+            time = seconds(each, calls=8, repeats=3)
+            found[what] = (time, f"{work / time / 1e12:.0f} TFLOP/s")
+        del calls, each
+        torch.cuda.empty_cache()
+    return found
+
+
+def measure(
+    ops: Any, shape: Shape, kernel: str, rate: float, batches: list[int], contexts: list[int],
+    prompts: list[tuple[int, int]],
+) -> dict[str, tuple[float, str]]:  # fmt: skip
+    """By call: seconds, and what that is in words."""
     if kernel != "decode":
-        for past in PROMPTS:
-            time = seconds(call(ops, shape, [past + PROMPT], [PROMPT]), calls=8, repeats=3)
-            pairs = shape.pairs(past + PROMPT) - shape.pairs(past)
-            work = 4.0 * shape.heads * shape.size * pairs
-            found[f"{PROMPT} after {past}"] = (time, f"{work / time / 1e12:.0f} TFLOP/s")
-            torch.cuda.empty_cache()
-        return found
+        return of_prompts(ops, shape, prompts)
+    found = {}
     many = {f"b={n} of {length}": [length] * n for length in contexts for n in batches}
     for what, lengths in (many | {"one long": SKEWED}).items():
         time = seconds(call(ops, shape, lengths, [1] * len(lengths)), calls=16, repeats=3)
@@ -207,6 +237,9 @@ def main() -> None:
     parser.add_argument("--kernels", default="decode,prefill,hopper")
     parser.add_argument("--contexts", default="1024,32768", help="slots of a request, decode")
     parser.add_argument("--batches", default="1,8,64", help="requests, decode")
+    parser.add_argument(
+        "--prompts", default="0+8192,24576+8192", help="slots before the step + its tokens"
+    )
     parser.add_argument("--only", default="", help="numbers of candidates, 0 is the current one")
     parser.add_argument("--json", help="file for the figures")
     options = parser.parse_args()
@@ -217,6 +250,7 @@ def main() -> None:
     batches, contexts = (
         [int(x) for x in text.split(",")] for text in (options.batches, options.contexts)
     )
+    prompts = [tuple(map(int, text.split("+"))) for text in options.prompts.split(",")]
     only = set(map(int, options.only.split(","))) if options.only else None
     for name in options.shapes.split(","):
         shape = SHAPES[name.strip()]
@@ -230,7 +264,7 @@ def main() -> None:
                     continue
                 attention.config = replaced(kernel, setting)
                 try:
-                    found = measure(ops, shape, kernel, rate, batches, contexts)
+                    found = measure(ops, shape, kernel, rate, batches, contexts, prompts)
                 except Exception as error:  # too much shared memory: not a candidate
                     print(f"{name} {kernel} {number} {setting}: {str(error)[:120]}", flush=True)
                     continue
