@@ -79,7 +79,7 @@ SKEWED = [102_400] + [1024] * 63
 NAMES = {
     "decode": ("block_n", "warps", "stages", "chunk", "programs", "parts", "most"),
     "prefill": ("block_m", "block_n", "warps", "stages"),
-    "hopper": ("block_n", "stages"),
+    "hopper": ("block_n", "stages", "by_head"),
 }
 _NARROW_PREFILL = [
     (128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3),
@@ -96,9 +96,9 @@ CANDIDATES: dict[tuple[str, int], list[tuple[int, ...]]] = {
     ("decode", 64): _NARROW_DECODE,
     ("prefill", 128): _NARROW_PREFILL,
     ("prefill", 64): _NARROW_PREFILL,
-    ("hopper", 128): [(128, 2), (128, 3), (64, 4)],
-    ("hopper", 64): [(128, 2), (128, 3), (128, 4), (64, 4)],
-    ("hopper", 256): [(64, 2), (32, 2), (32, 4)],
+    ("hopper", 128): [(128, 2), (128, 3), (64, 4), (128, 3, 0)],
+    ("hopper", 64): [(128, 2), (128, 3), (128, 4), (64, 4), (128, 3, 1)],
+    ("hopper", 256): [(64, 2), (32, 2), (32, 4), (64, 2, 1)],
     ("decode", 512): [
         (32, 4, 3, 64, 4), (32, 4, 3, 32, 8), (32, 8, 3, 32, 4), (32, 8, 2, 32, 4),
         (16, 4, 3, 32, 4), (16, 4, 2, 32, 4), (16, 2, 3, 32, 4), (64, 8, 2, 64, 4),

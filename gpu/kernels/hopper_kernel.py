@@ -271,17 +271,20 @@ def hopper_kernel(
     GROUP: gl.constexpr, HEADS: gl.constexpr, SIZE: gl.constexpr, PAGE: gl.constexpr,
     WINDOW: gl.constexpr, CHUNK: gl.constexpr, SINKS: gl.constexpr, CAPPED: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_R: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
-    LEAST: gl.constexpr, OVERLAP: gl.constexpr,
+    LEAST: gl.constexpr, BY_HEAD: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Grid (KV head, block, PARTS). `kv` describes the cache as [rows, 2*HEADS*SIZE]. Leaves the
+    """Grid (KV head, block, PARTS); BY_HEAD: (block, KV head, PARTS), so that programs that run at
+    the same time read the same slots of one head, where the cache is longer than the L2. `kv` describes the cache as [rows, 2*HEADS*SIZE]. Leaves the
     first counts[0] tokens to the decode kernel; rows of no request become 0.
 
     A part has LEAST blocks of slots or more. With several PARTS `splits` [tok HEADS] becomes the
     number of parts, of which two and more are left to `merge_kernel`.
     """
     BLOCK_Q: gl.constexpr = BLOCK_M // GROUP
-    h = gl.program_id(0)
-    block = gl.num_programs(1) - 1 - gl.program_id(1)  # late positions, which see most, first
+    OF_HEAD: gl.constexpr = 1 if BY_HEAD else 0
+    h = gl.program_id(OF_HEAD)
+    # Late positions, which see most, first.
+    block = gl.num_programs(1 - OF_HEAD) - 1 - gl.program_id(1 - OF_HEAD)
     i = gl.arange(0, BLOCK_R, gl.BlockedLayout([1], [32], [4], [0]))
     wait(OVERLAP)
     live = gl.load(counts + 1)
