@@ -240,22 +240,20 @@ def _prefill_hopper(
     box = [min(shape["PAGE"], setting["block_n"]), shape["SIZE"]]
     blocks = triton.cdiv(tokens, BLOCK_M.value // shape["GROUP"])
     parts = max(1, min(setting["parts"], processors() // (blocks * heads)))
-    grid = heads, blocks + requests, parts
-    if setting["by_head"]:
-        grid = blocks + requests, heads, parts
+    mixed = triton.cdiv(setting["waves"] * processors(), heads)
     sums = marks = splits = out
     if parts > 1:
         sums = torch.empty((parts, *q.shape), dtype=torch.float32, device=q.device)
         marks = torch.empty((2, parts, *q.shape[:2]), dtype=torch.float32, device=q.device)
         splits = torch.empty((tokens, heads), dtype=torch.int32, device=q.device)
     lengths = {name: shape[name] for name in ("GROUP", "HEADS", "SIZE")}
-    hopper_kernel[grid](
+    hopper_kernel[(heads, blocks + requests, parts)](
         TensorDescriptor.from_tensor(rows, box, NVMMASharedLayout(128, 16, 2)),
         q, page_table, query_start, kv_lens, counts, out, sinks, sums, marks, splits, scale,
-        soft_cap, tokens, requests, rows.shape[0], q.stride(0), q.stride(1), page_table.stride(0),
-        PAGE=shape["PAGE"], BLOCK_N=setting["block_n"], BLOCK_R=power_of_2(requests + 1),
-        STAGES=setting["stages"], PARTS=parts, LEAST=setting["least"], BY_HEAD=setting["by_head"],
-        num_warps=4, maxnreg=REGISTERS, **lengths, **variant, **overlap(),
+        soft_cap, tokens, requests, rows.shape[0], mixed, q.stride(0), q.stride(1),
+        page_table.stride(0), PAGE=shape["PAGE"], BLOCK_N=setting["block_n"],
+        BLOCK_R=power_of_2(requests + 1), STAGES=setting["stages"], PARTS=parts,
+        LEAST=setting["least"], num_warps=4, maxnreg=REGISTERS, **lengths, **variant, **overlap(),
     )  # fmt: skip
     if parts > 1:
         merge_kernel[(tokens, heads)](

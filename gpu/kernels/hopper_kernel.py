@@ -261,33 +261,46 @@ def _attend(
         gl.store(out + row[:, None] + d[None, :], tile.load(IO), mask=rows)
 
 
+@gluon.jit
+def _order(number, blocks, mixed, HEADS: gl.constexpr):
+    """KV head and block of the program `number`. Late positions, which see most, come first.
+
+    One head after the other goes through its blocks, so that programs that run at the same time
+    read the same slots: a long cache does not fit the L2 for all heads. The last `mixed` blocks
+    come for all heads together, so that the last programs to begin are the shortest of all.
+    """
+    alone = gl.maximum(blocks - mixed, 0)
+    rest = number - alone * HEADS
+    turn = gl.where(rest < 0, number % gl.maximum(alone, 1), alone + rest // HEADS)
+    h = gl.where(rest < 0, number // gl.maximum(alone, 1), rest % HEADS)
+    return h, blocks - 1 - turn
+
+
 @gluon.jit(
-    do_not_specialize=["tokens", "requests", "rows"],
+    do_not_specialize=["tokens", "requests", "rows", "mixed"],
     do_not_specialize_on_alignment=["page_table", "query_start", "kv_lens", "counts"],
 )
 def hopper_kernel(
     kv, q, page_table, query_start, kv_lens, counts, out, sinks, sums, marks, splits, scale,
-    soft_cap, tokens, requests, rows, q_token_stride, q_head_stride, table_stride,
+    soft_cap, tokens, requests, rows, mixed, q_token_stride, q_head_stride, table_stride,
     GROUP: gl.constexpr, HEADS: gl.constexpr, SIZE: gl.constexpr, PAGE: gl.constexpr,
     WINDOW: gl.constexpr, CHUNK: gl.constexpr, SINKS: gl.constexpr, CAPPED: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_R: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
-    LEAST: gl.constexpr, BY_HEAD: gl.constexpr, OVERLAP: gl.constexpr,
+    LEAST: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Grid (KV head, block, PARTS); BY_HEAD: (block, KV head, PARTS), so that programs that run at
-    the same time read the same slots of one head, where the cache is longer than the L2. `kv` describes the cache as [rows, 2*HEADS*SIZE]. Leaves the
+    """Grid (HEADS, blocks, PARTS). `kv` describes the cache as [rows, 2*HEADS*SIZE]. Leaves the
     first counts[0] tokens to the decode kernel; rows of no request become 0.
 
     A part has LEAST blocks of slots or more. With several PARTS `splits` [tok HEADS] becomes the
     number of parts, of which two and more are left to `merge_kernel`.
     """
     BLOCK_Q: gl.constexpr = BLOCK_M // GROUP
-    OF_HEAD: gl.constexpr = 1 if BY_HEAD else 0
-    h = gl.program_id(OF_HEAD)
-    # Late positions, which see most, first.
-    block = gl.num_programs(1 - OF_HEAD) - 1 - gl.program_id(1 - OF_HEAD)
+    number = gl.program_id(0) + gl.program_id(1) * HEADS
     i = gl.arange(0, BLOCK_R, gl.BlockedLayout([1], [32], [4], [0]))
     wait(OVERLAP)
-    live = gl.load(counts + 1)
+    decodes, live = gl.load(counts), gl.load(counts + 1)
+    # The blocks of decodes, which begin each request anew, have nothing to do.
+    h, block = _order(number, gl.num_programs(1), mixed + decodes, HEADS)
     starts = gl.load(query_start + i, mask=i <= requests, other=0)
     # The last request that begins at or before the block; number `live` stands for the padding.
     begun = (starts // BLOCK_Q + i <= block) & (i <= live)
@@ -296,7 +309,7 @@ def hopper_kernel(
     stop = gl.load(query_start + request + 1, mask=request < live, other=tokens)
     length = gl.load(kv_lens + request, mask=request < live, other=0)
     token = begin + (block - begin // BLOCK_Q - request) * BLOCK_Q
-    if (request < gl.load(counts)) | (token >= stop):
+    if (request < decodes) | (token >= stop):
         return
     part = gl.program_id(2)
     if request == live:

@@ -643,6 +643,22 @@ def test_triton_long_prompts(kernels, device, size, page, reach):
     judge("paged_attention", released(arguments | reach | {"sinks": SINKS_OF_6}), device)
 
 
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_triton_prompts_head_by_head(kernels, device, monkeypatch, size):
+    """Long steps go through the blocks of one head after another: it changes no bit."""
+    if device == "cpu":
+        pytest.skip("no chip but Hopper has this order")
+    arguments = paged(
+        generator("heads"), "bfloat16", [900, 2500, 16], [1, 600, 16], (6, 2), size, 64, tokens=640
+    )
+    setting, found = kernels.config("hopper", str(size)), {}
+    for waves in (0, 2, 1 << 20):
+        monkeypatch.setitem(setting, "waves", waves)
+        judge("paged_attention", arguments, device)
+        found[waves] = run("paged_attention", "torch", "triton", arguments, device)[0]
+    assert len({each.tobytes() for each in found.values()}) == 1
+
+
 @pytest.mark.parametrize(("size", "page"), PAGES)
 @pytest.mark.parametrize("reach", [{}, {"window": 1900}, {"chunk": 2048}], ids=str)
 def test_triton_few_tokens_behind_many_slots(kernels, device, monkeypatch, size, page, reach):
