@@ -242,10 +242,8 @@ class Programs:
 
     def _last_tokens(self, d: Descriptor) -> Rows:
         """Those of the requests of a mixed step."""
-        f = self._inputs.fields(d)
-        counts = (self._inputs.host_fields(d) if self.host_metadata[d.kind] else f)["counts"]
-        starts = self._row_starts[: d.requests + 1]
-        return Rows(f["sample_index"], starts, counts[1:].repeat(2))
+        starts, counts = self._row_starts[: d.requests + 1], self._lengths(d)["counts"]
+        return Rows(self._inputs.fields(d)["sample_index"], starts, counts[1:].repeat(2))
 
     def _run_whole(self, whole: Callable[..., torch.Tensor], d: Descriptor) -> torch.Tensor:
         f = self._inputs.fields(d)
@@ -266,10 +264,14 @@ class Programs:
     def _batch(
         self, d: Descriptor, cos: torch.Tensor, sin: torch.Tensor, pages: torch.Tensor
     ) -> decoder.Batch:
-        f = self._inputs.fields(d)
-        lengths = self._inputs.host_fields(d) if self.host_metadata[d.kind] else f
+        lengths = self._lengths(d)
         metadata = {name: lengths[name] for name in HOST_LENGTHS}
-        return decoder.Batch(cos, sin, f["slots"], pages, **metadata)
+        return decoder.Batch(cos, sin, self._inputs.fields(d)["slots"], pages, **metadata)
+
+    def _lengths(self, d: Descriptor) -> dict[str, torch.Tensor]:
+        """The fields with HOST_LENGTHS where the plan's attention reads them: host or device."""
+        of = self._inputs.host_fields if self.host_metadata[d.kind] else self._inputs.fields
+        return of(d)
 
     def _make_start(self, variant: Variant) -> Callable[..., Any]:
         ops = self._ops[variant.kind]

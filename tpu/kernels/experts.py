@@ -100,8 +100,7 @@ def multiply(
         interpret=interpret,
         name="grouped_linear",
     )(*scalars, *arrays)
-    mine = jnp.arange(rows, dtype=jnp.int32) < items.ends[-1]
-    return jnp.where(mine[:, None], out[:rows], jnp.zeros((), out.dtype))
+    return grouped.of_experts(out[:rows], items)
 
 
 def _of_weight(cut: narrow.Cut, halves: int, size: int, columns: int) -> list[pl.BlockSpec]:
@@ -178,12 +177,8 @@ def _kernel(
 
         @pl.when(step == pl.num_programs(2) - 1)
         def _() -> None:
-            y = acc[...]
-            if bias:
-                y = y + bias[0][...].astype(jnp.float32)
-            row = block[item] * y.shape[0] + lax.broadcasted_iota(jnp.int32, y.shape, 0)
-            mine = (row >= begins[expert[item]]) & (row < ends[expert[item]])
-            out[...] = jnp.where(mine, y.astype(out.dtype), out[...])
+            own = expert[item]
+            grouped.put_own(acc[...], bias, out, block[item], begins[own], ends[own])
 
 
 def vmem_need(x: Any, weight: Any, groups: int) -> dict[str, int]:

@@ -9,7 +9,6 @@ the next. Rows of a block that belong to other experts are multiplied too and no
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -85,7 +84,7 @@ def multiply(
     biases = [] if bias is None else [bias[:, None, :]]
     of_expert = pl.BlockSpec((None, 1, columns), lambda j, i, layer, expert, *_: (expert[i], 0, j))
     out = pl.pallas_call(
-        partial(_kernel, size=size),
+        _kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(-(-n // columns), len(items.expert)),
@@ -113,26 +112,38 @@ def multiply(
         interpret=interpret,
         name="grouped_matmul" if bias is None else "grouped_linear",
     )(*scalars, x, in_memory(weight, interpret), *biases)
-    # Rows of no expert are in no item, or in one that does not keep them.
-    mine = jnp.arange(rows, dtype=jnp.int32) < items.ends[-1]
+    return of_experts(out, items)
+
+
+def of_experts(out: jax.Array, items: Items) -> jax.Array:
+    """Results [choice n], with zeros in rows of no expert: they are in no item, or in one that does
+    not keep them.
+    """
+    mine = jnp.arange(len(out), dtype=jnp.int32) < items.ends[-1]
     return jnp.where(mine[:, None], out, jnp.zeros((), out.dtype))
 
 
 def _kernel(
     layer: Any, expert: Any, block: Any, begins: Any, ends: Any, count: Any, x: Any, weight: Any,
-    *rest: Any, size: int,
+    *rest: Any,
 ) -> None:  # fmt: skip
     *bias, out = rest
     item = pl.program_id(1)
 
     @pl.when(item < count[0])
     def _() -> None:
-        found = dot(x[...], weight[...], (1, 1))
-        if bias:
-            found = found + bias[0][...].astype(jnp.float32)
-        row = block[item] * size + lax.broadcasted_iota(jnp.int32, found.shape, 0)
-        mine = (row >= begins[expert[item]]) & (row < ends[expert[item]])
-        out[...] = jnp.where(mine, found.astype(out.dtype), out[...])
+        found, own = dot(x[...], weight[...], (1, 1)), expert[item]
+        put_own(found, bias, out, block[item], begins[own], ends[own])
+
+
+def put_own(y: jax.Array, bias: Any, out: Any, block: Any, begin: Any, end: Any) -> None:
+    """Put the rows [begin, end) of y [row column], the sums of a block, plus bias [[1 column]] if
+    there is one, into `out`; the others stay.
+    """
+    if bias:
+        y = y + bias[0][...].astype(jnp.float32)
+    row = block * y.shape[0] + lax.broadcasted_iota(jnp.int32, y.shape, 0)
+    out[...] = jnp.where((row >= begin) & (row < end), y.astype(out.dtype), out[...])
 
 
 def vmem_need(x: Any, weight: Any) -> dict[str, int]:
