@@ -252,11 +252,6 @@ def _check_ranks(config: EngineConfig, model: ModelConfig) -> None:
             f"tensor_parallel_size: got {size}, the torch backend allows 1 for "
             f"{model.quantization.title}: scales belong to whole rows"
         )
-    if model.num_experts:
-        raise ConfigError(
-            f"tensor_parallel_size: got {size}, the torch backend allows 1 for "
-            f"{model.architecture}: its ranks do not deal out experts"
-        )
     if config.capture is not None:
         raise ConfigError(
             f"capture: got {config.capture}, and tensor_parallel_size {size}: no rank holds whole "

@@ -3,18 +3,22 @@ say where the shards' parts are added up.
 
 A product whose inputs are dealt out gives a part of a sum. Nothing that stands between it and the
 residual needs the whole, unless there is a norm or a factor, so the parts are added where the
-residual is: a model of L layers states 2 L + 1 sums, those of attention, MLP and embedding.
+residual is: a model of L layers states 2 L + 1 sums, those of attention, MLP or experts, and
+embedding, and one more a layer where experts stand beside an MLP.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from .spec import Attention, Layer, Mlp, Model, Shard, Sublayer
+from .placement import WHOLE_EXPERTS
+from .spec import Attention, Experts, Layer, Mixer, Mlp, MlpAndExperts, Model, Shard, Sublayer
 from .table import Parameter, ParameterTable, Part
 
-PARTIAL = (Attention, Mlp)
-"""The mixers whose last product has inputs that are dealt out; the others are whole everywhere."""
+PARTIAL = (Attention, Mlp, Experts)
+"""The mixers whose last product has inputs, or experts, that are dealt out; the others are whole
+everywhere.
+"""
 
 
 def words_of(vocab_size: int, shard: Shard) -> range:
@@ -41,7 +45,7 @@ def sharded_model(model: Model, vocab_size: int, shard: Shard) -> Model:
     leaves = all(_leaves_open(layer[-1]) for layer in model.layers)
     return replace(
         model,
-        layers=tuple(_sharded_layer(layer, leaves) for layer in model.layers),
+        layers=tuple(_sharded_layer(layer, leaves, shard) for layer in model.layers),
         first_word=words_of(vocab_size, shard).start,
         reduces_embedding=not leaves or model.input_size > 0,
         reduces_before=leaves,
@@ -54,16 +58,27 @@ def _leaves_open(sub: Sublayer) -> bool:
     return plain and isinstance(sub.mixer, PARTIAL)
 
 
-def _sharded_layer(layer: Layer, leaves: bool) -> Layer:
+def _sharded_layer(layer: Layer, leaves: bool, shard: Shard) -> Layer:
     """`leaves`: whether the last sublayers of all layers leave their sums open, and embeddings."""
     found: list[Sublayer] = []
     before = leaves
     for number, sub in enumerate(layer):
         stays_open = _leaves_open(sub) and (leaves or number + 1 < len(layer))
         reduces = isinstance(sub.mixer, PARTIAL) and not stays_open
-        found.append(replace(sub, reduces=reduces, reduces_before=before))
+        mixer = sharded_mixer(sub.mixer, shard)
+        found.append(replace(sub, mixer=mixer, reduces=reduces, reduces_before=before))
         before = stays_open
     return tuple(found)
+
+
+def sharded_mixer(mixer: Mixer, shard: Shard) -> Mixer:
+    """Experts are dealt out whole, in order."""
+    if isinstance(mixer, Experts):
+        own = mixer.num_experts // shard.count
+        return replace(mixer, num_experts=own, first=shard.index * own)
+    if isinstance(mixer, MlpAndExperts):
+        return replace(mixer, experts=sharded_mixer(mixer.experts, shard), reduces=True)
+    return mixer
 
 
 def sharded_table(table: ParameterTable, shard: Shard) -> ParameterTable:
@@ -78,10 +93,13 @@ def sharded_table(table: ParameterTable, shard: Shard) -> ParameterTable:
 
 
 def _sharded_parameter(parameter: Parameter, shard: Shard) -> Parameter:
-    if parameter.axes[0] != "vocab":
+    if parameter.axes[0] == "vocab":
+        rows = words_per_shard(parameter.shape[0], shard.count)
+    elif parameter.axes[0] == WHOLE_EXPERTS:
+        rows = parameter.shape[0] // shard.count
+    else:
         return parameter
-    rows = words_per_shard(parameter.shape[0], shard.count)
-    (part,) = parameter.parts
+    part = parameter.parts[0]
     return replace(
         parameter,
         shape=(rows, *parameter.shape[1:]),

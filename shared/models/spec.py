@@ -97,6 +97,8 @@ class Experts:
     result is added: as it is, or times a sigmoid of the token's gate. `biases`: the router and all
     projections have some. `alpha` and `limit` are those of `swigluoai_and_mul`; 0: experts are
     `act` of the gate times up. `factors`: weights are multiplied by a number of each expert.
+
+    On a shard `num_experts` are those that it has, whole, from number `first` on.
     """
 
     mixes_tokens: ClassVar[bool] = False
@@ -115,6 +117,7 @@ class Experts:
     limit: float = 0.0
     factors: bool = False
     narrow: Narrow | None = None
+    first: int | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,8 @@ class MlpAndExperts:
 
     x is the normed stream, as for any mixer. Experts read the stream through a norm of their own,
     and their router through another. What comes out is normed already: the sublayer has no `post`.
+
+    On a shard, `reduces` says that both give a part of a sum, which is made before its norm.
     """
 
     mixes_tokens: ClassVar[bool] = False
@@ -134,6 +139,7 @@ class MlpAndExperts:
     behind_mlp: Norm
     behind_experts: Norm
     out: Norm
+    reduces: bool = False
 
 
 @dataclass(frozen=True)

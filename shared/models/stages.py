@@ -268,6 +268,9 @@ def through_experts(
 ) -> Array:
     """What the experts make of x [tok dim], chosen by what the router reads."""
     chosen, experts = route(ops, spec, weights, of_router, batch)
+    if spec.first is not None:
+        # Those of other shards become none: below 0, or more than there are.
+        experts = experts - spec.first
     # Left out where it is the default, as above.
     more = {"gelu": True} if spec.act == "gelu_tanh" else {}
     if spec.narrow is None and not spec.biases:
@@ -300,12 +303,16 @@ def mlp_and_experts_stage(
     the sum is normed.
     """
     dense, _ = mlp_stage(ops, spec.mlp, weights, x, cache, batch)
+    if spec.reduces:
+        dense = ops.all_reduce(dense)
     dense = ops.rms_norm(dense, weights[spec.behind_mlp.weight], spec.behind_mlp.eps)
     before, router = spec.before_experts, spec.before_router
     normed, of_router = ops.rms_norm_pair(
         batch.stream, weights[before.weight], weights[router.weight], before.eps
     )
     y = through_experts(ops, spec.experts, weights, normed, of_router, batch)
+    if spec.reduces:
+        y = ops.all_reduce(y)
     behind, out = spec.behind_experts, spec.out
     y, _ = ops.norm_add_rms_norm(
         y, weights[behind.weight], dense, weights[out.weight], behind.eps, out.eps

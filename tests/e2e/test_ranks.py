@@ -22,6 +22,7 @@ from twinfer.shared.models.locate import model_folder
 from twinfer.shared.sampling_params import SamplingParams
 
 from ..processes import children, run
+from .conftest import build
 from .server_process import gone, served
 from .test_server_failures import Stream
 
@@ -110,6 +111,27 @@ def test_the_tokens_of_one_process(name, shards, request, tmp_path):
     if name == "demo":
         assert metrics.preemptions > 0
         assert metrics.prefix_hits > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "shards", "changes"),
+    [
+        ("mixtral", 2, {}),
+        ("qwen2-moe", 2, {}),
+        ("qwen3-moe", 4, {}),
+        ("glm4-moe", 4, {}),
+        ("gpt-oss", 2, {}),
+        ("gemma4-experts", 4, {}),
+    ],
+)
+def test_the_tokens_of_experts_on_one_process(name, shards, changes, tmp_path):
+    """Whole experts on each rank: with biases, with an expert that all tokens go through, plain and
+    gated, beside an MLP, and some layers without.
+    """
+    build(name, str(tmp_path), **changes)
+    alone, _ = tokens_of(tmp_path, 1)
+    assert tokens_of(tmp_path, shards)[0] == alone
 
 
 @pytest.mark.slow

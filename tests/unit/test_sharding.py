@@ -1,8 +1,11 @@
 """What one of several shards computes: which sums it states, and which rows it holds."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from twinfer.ops import resolve as plan
 from twinfer.ops.recording import Recorder
 from twinfer.ops.shapes import recording_ops
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
@@ -12,8 +15,9 @@ from twinfer.shared.models.calls import ModelShapes, _empty, record_samplers
 from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.models.placement import place, shard_config
-from twinfer.shared.models.sharding import rows_to_sample, words_of
-from twinfer.shared.models.spec import Shard
+from twinfer.shared.models.sharding import rows_to_sample, sharded_mixer, words_of
+from twinfer.shared.models.spec import Experts, Shard
+from twinfer.shared.models.stages import Batch, through_experts
 
 CPU = DeviceInfo("cpu", "cpu", 1 << 40)
 
@@ -43,7 +47,11 @@ def calls_of_a_pass(model, config):
 
 
 @pytest.mark.parametrize(
-    "name", ["demo", "llama3-8b", "gemma3-4b", "granite3.3-8b", "qwen2.5-7b", "gemma4-31b"]
+    "name",
+    [
+        *("demo", "llama3-8b", "gemma3-4b", "granite3.3-8b", "qwen2.5-7b", "gemma4-31b"),
+        *("mixtral-8x7b", "qwen3-30b-a3b"),
+    ],
 )
 @pytest.mark.parametrize("shards", [2, 4])
 def test_a_model_states_two_sums_a_layer_and_one_of_its_embeddings(name, shards):
@@ -59,6 +67,55 @@ def test_small_embeddings_of_layers_are_one_more_sum():
     model, config = resolved("gemma4-e2b")
     calls = calls_of_a_pass(shard_config(model, Shard(0, 2)), config)
     assert calls.count("all_reduce") == 2 * model.num_layers + 2
+
+
+def test_experts_beside_an_mlp_are_one_more_sum_a_layer():
+    """Both are normed before they are added up."""
+    model, config = resolved("gemma4-26b-a4b")
+    calls = calls_of_a_pass(shard_config(model, Shard(1, 2)), config)
+    assert calls.count("all_reduce") == 3 * model.num_layers + 1
+
+
+def test_a_shard_has_whole_experts_and_counts_them_from_its_first_one():
+    model = load_config(model_folder("qwen3-30b-a3b"))
+    for index in range(4):
+        local = shard_config(model, Shard(index, 4))
+        mixer = decoder.model_of(local).layers[0][1].mixer
+        assert (mixer.num_experts, mixer.first) == (32, 32 * index)
+        held = decoder.parameters_of(local).layer(0)
+        assert held["experts_down"].shape == (32 * 2048, 768)
+        assert held["router"].shape == (128, 2048)
+
+
+@pytest.mark.parametrize(("fault", "same"), [(0, True), (1, False), (-1, False)])
+def test_what_the_experts_of_all_shards_give_adds_up(fault, same):
+    """And not where a shard counts them from another's first one."""
+    rng = np.random.default_rng(0)
+    count, width, inter, tokens = 8, 12, 5, 9
+    spec = Experts(count, 3, renormalize=True)
+    weights = {
+        "router": rng.normal(size=(count, width)),
+        "experts_gate_up": rng.normal(size=(count * 2 * inter, width)),
+        "experts_down": rng.normal(size=(count * width, inter)),
+    }
+    x = rng.normal(size=(tokens, width))
+    slots = np.arange(tokens, dtype=np.int32) - 1  # the first one is padding
+    batch = Batch(None, None, slots, *[None] * 4)
+    ops = plan("numpy").bind()
+
+    def given(spec, weights):
+        return through_experts(ops, spec, weights, x, x, batch)
+
+    total = 0
+    for index in range(2):
+        own = sharded_mixer(spec, Shard(index, 2))
+        assert own.num_experts == count // 2
+        held = {
+            name: w if name == "router" else np.split(w, 2)[index] for name, w in weights.items()
+        }
+        total = total + given(replace(own, first=own.first + fault * index), held)
+    assert np.allclose(total, given(spec, weights)) == same
+    assert not total[0].any()
 
 
 def test_sums_stand_where_the_residual_is_added():

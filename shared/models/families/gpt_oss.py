@@ -68,10 +68,9 @@ def parameters(config: ModelConfig) -> ParameterTable:
         )
         return dense.or_without_model(replace(parameter, parts=parts, alternatives=()))
 
-    def bias(name: str, rows: int, axis: str, key: str) -> Parameter:
-        made = Parameter(
-            name, (count * rows,), (axis,), (Part(key, count * rows, axis),), layers, "zeros"
-        )
+    def bias(name: str, rows: int, key: str) -> Parameter:
+        whole = Part(key, count * rows, "experts")
+        made = Parameter(name, (count * rows,), ("experts",), (whole,), layers, "zeros")
         return shared_by_experts(made, rows, key)
 
     of = {
@@ -83,8 +82,8 @@ def parameters(config: ModelConfig) -> ParameterTable:
         for parameter in table
     ]
     found += [
-        bias("experts_gate_up_bias", 2 * size, "expert", f"{EXPERTS}gate_up_proj_bias{STACKED}"),
-        bias("experts_down_bias", width, "embed", f"{EXPERTS}down_proj_bias{STACKED}"),
+        bias("experts_gate_up_bias", 2 * size, f"{EXPERTS}gate_up_proj_bias{STACKED}"),
+        bias("experts_down_bias", width, f"{EXPERTS}down_proj_bias{STACKED}"),
     ]
     router = Part(f"{dense.LAYER}mlp.router.bias", count, "expert")
     sinks = Part(f"{dense.LAYER}self_attn.sinks", config.num_heads, "heads")
