@@ -54,6 +54,11 @@ STACK = 64 << 20
 large programs.
 """
 
+_lowering = threading.Lock()
+"""Held by the thread that lowers. Jaxlib's bindings of MLIR fail now and then where several do
+("incompatible function arguments", properties without a value), and Python's lock lets one of them
+work at a time anyway.
+"""
 _compilations = 0
 _of_thread = threading.local()
 
@@ -133,7 +138,8 @@ def compile_one(
         return Program(job.name, loaded), report(job.name, loaded, time.perf_counter() - start)
     function = programs.named(f"{job.name}_{label}", job.function)
     # The abstract mesh tells kernels which TPU they are lowered for, also where there is none.
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with _lowering, jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        start = time.perf_counter()
         lowered = jax.jit(function, donate_argnums=job.donate, out_shardings=job.results).lower(
             *job.arguments
         )

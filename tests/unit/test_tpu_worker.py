@@ -4,6 +4,8 @@ reading HLO.
 
 import json
 import os
+import threading
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -20,6 +22,7 @@ from twinfer.shared.errors import ConfigError, InternalError
 from twinfer.shared.models import decoder, placement
 from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.shapes import SHAPES
+from twinfer.shared.progress import silent
 from twinfer.shared.request_table import padding_column
 from twinfer.shared.step import (
     STOP_SLOTS,
@@ -121,6 +124,28 @@ ENTRY %main (p: f32[4]) -> f32[4] {
     inside, outside = collectives(text)
     assert inside == {"all-reduce": 2}
     assert outside == {"all-gather": 1}
+
+
+def test_one_thread_lowers_at_a_time(monkeypatch):
+    """Jaxlib's bindings fail now and then where several do."""
+    mesh = sharding.make_mesh(jax.devices("cpu"), 1)
+    where = sharding.on(mesh)
+    lowering, together = threading.Lock(), []
+
+    def traced(x):
+        alone = lowering.acquire(blocking=False)
+        time.sleep(0.02)  # another thread may begin
+        together.append(not alone)
+        if alone:
+            lowering.release()
+        return x + 1
+
+    number = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=where)
+    jobs = {i: Job(f"job{i}", lambda x, i=i: traced(x) * i, (), (number,), where) for i in range(4)}
+    monkeypatch.setattr(compilation, "workers", lambda: 4)
+    built = list(compilation.compile_all(jobs, mesh, "test", silent))
+    assert len(built) == 4
+    assert together == [False] * 4
 
 
 @pytest.fixture
