@@ -100,8 +100,7 @@ def _fill_shard(
     placement = place(parameter, source.model, shard.count, pads_words=True)
     entries = [slice(0, size) for size in placement.shape]
     if placement.axis is not None:
-        size = placement.shape[placement.axis] // shard.count
-        entries[placement.axis] = slice(shard.index * size, (shard.index + 1) * size)
+        entries[placement.axis] = _share(placement.shape[placement.axis], shard)
     if source.checkpoint is None:
         of_shard = None
         if placement.source is not None and placement.axis is not None:
@@ -133,12 +132,34 @@ def _make(
     """Quantise a weight on its device. All its pieces are filled with its values."""
     if parameter.piece_of is None or parameter.piece_of.piece != "values":
         return
-    plain = parameter.piece_of.wide
+    plain, narrow = parameter.piece_of.wide, parameter.piece_of.narrow
     device = getattr(owner, parameter.name).device
-    wide = torch.empty(plain.shape, dtype=dtype, device=device)
-    _fill(wide, plain, source, layer)
-    for piece, values in pieces(namespace("torch"), wide, parameter.piece_of.narrow).items():
-        getattr(owner, piece_name(parameter.name, piece)).copy_(values)
+    shape, shard = list(plain.shape), source.shard
+    # A scale may be of a whole row, of which a shard has some columns.
+    every: list[Shard] = []
+    if shard is not None:
+        placement = place(plain, source.model, shard.count)
+        shape = list(placement.shape)
+        if placement.axis == 1 and not narrow.group:
+            every = [Shard(index, shard.count) for index in range(shard.count)]
+        elif placement.axis is not None:
+            shape[placement.axis] //= shard.count
+    wide = torch.empty(shape, dtype=dtype, device=device)
+    for each in every:
+        _fill_shard(wide[:, _share(shape[1], each)], plain, source, layer, each)
+    if not every:
+        _fill(wide, plain, source, layer)
+    for piece, values in pieces(namespace("torch"), wide, narrow).items():
+        target = getattr(owner, piece_name(parameter.name, piece))
+        if shard is not None and values.shape != target.shape:
+            values = values[:, _share(values.shape[1], shard)]
+        target.copy_(values)
+
+
+def _share(size: int, shard: Shard) -> slice:
+    """A shard's part of so many entries, which are dealt out in order."""
+    each = size // shard.count
+    return slice(shard.index * each, (shard.index + 1) * each)
 
 
 def _blocks(target: torch.Tensor) -> Iterator[slice]:

@@ -247,11 +247,6 @@ def _check_experts(config: EngineConfig, model: ModelConfig) -> None:
 def _check_ranks(config: EngineConfig, model: ModelConfig) -> None:
     """Raise ConfigError for what ranks of the torch backend do not do."""
     size = config.tensor_parallel_size
-    if model.quantization is not None:
-        raise ConfigError(
-            f"tensor_parallel_size: got {size}, the torch backend allows 1 for "
-            f"{model.quantization.title}: scales belong to whole rows"
-        )
     if config.capture is not None:
         raise ConfigError(
             f"capture: got {config.capture}, and tensor_parallel_size {size}: no rank holds whole "

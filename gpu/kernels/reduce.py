@@ -223,6 +223,15 @@ def all_reduce(x: Array) -> Array:
     return x
 
 
+@on_gpus("all_reduce_max", provider="nccl", preferred_on=("cuda",))
+def all_reduce_max(x: Array) -> Array:
+    """See the op: the library's, in place."""
+    if not x.is_contiguous():
+        return x.copy_(all_reduce_max(x.contiguous()))
+    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group())
+    return x
+
+
 @on_gpus(
     "reduce_add_rms_norm", provider="nccl", supports_args=_takes_add_norm, preferred_on=("cuda",)
 )

@@ -564,6 +564,17 @@ judged(
     bitwise=True,
     rows=("x",),
 )
+judged(
+    "all_reduce_max",
+    lambda dtype: {"one shard": {"x": rows(46, dtype, 7, 3, scale=1.0)}},
+    {
+        "magnitudes": lambda xp, x: np.abs(x),
+        "tail skipped": lambda xp, x: without_tail(x),
+        "one for all": lambda xp, x: 0 * x + np.max(x),
+    },
+    bitwise=True,
+    rows=("x",),
+)
 _linear_form(parallel.column_linear, ("x", "weight_shard", "bias_shard"))
 _linear_form(parallel.row_linear, ("x_shard", "weight_shard", "bias"), 0, 1)
 _linear_form(parallel.replicated_linear, ("x", "weight", "bias"))

@@ -1,6 +1,7 @@
 """The sum over shards in torch: what each rank has is gathered, and added up in the order of ranks.
 
-So the sum has the same bits on all ranks, whatever the library that carries it does.
+So the sum has the same bits on all ranks, whatever the library that carries it does. The largest of
+all shards has them anyway.
 """
 
 from __future__ import annotations
@@ -52,3 +53,9 @@ def all_reduce(x: Array) -> Array:
     for part in others:
         total = total + part
     return total.to(x.dtype, copy=True)
+
+
+@implement("all_reduce_max", provider="native", framework="torch", opaque=True)
+def all_reduce_max(x: Array) -> Array:
+    """See the op."""
+    return gathered(x.contiguous()).amax(0)

@@ -72,12 +72,15 @@ def _sharded_layer(layer: Layer, leaves: bool, shard: Shard) -> Layer:
 
 
 def sharded_mixer(mixer: Mixer, shard: Shard) -> Mixer:
-    """Experts are dealt out whole, in order."""
+    """Experts are dealt out whole, in order; of other products, those that `DEALT` names."""
+    if isinstance(mixer, PARTIAL) and mixer.narrow is not None:
+        mixer = replace(mixer, narrow=replace(mixer.narrow, dealt=True))
     if isinstance(mixer, Experts):
         own = mixer.num_experts // shard.count
         return replace(mixer, num_experts=own, first=shard.index * own)
     if isinstance(mixer, MlpAndExperts):
-        return replace(mixer, experts=sharded_mixer(mixer.experts, shard), reduces=True)
+        mlp, experts = (sharded_mixer(part, shard) for part in (mixer.mlp, mixer.experts))
+        return replace(mixer, mlp=mlp, experts=experts, reduces=True)
     return mixer
 
 
@@ -99,10 +102,11 @@ def _sharded_parameter(parameter: Parameter, shard: Shard) -> Parameter:
         rows = parameter.shape[0] // shard.count
     else:
         return parameter
-    part = parameter.parts[0]
+    part, of = parameter.parts[0], parameter.piece_of
     return replace(
         parameter,
         shape=(rows, *parameter.shape[1:]),
         parts=(Part(part.key, rows, part.axis),),
         alternatives=(),
+        piece_of=of and replace(of, wide=_sharded_parameter(of.wide, shard)),
     )

@@ -33,7 +33,8 @@ class Narrow:
     `group` entries along k share a scale, and a zero if they have `zeros`; 0: all of a row. With
     `activations` the products are of quantised tokens: by blocks of `activation_group` entries, or
     as a whole if it is 0; with `static_activations` by a scale of the weights, else by each one's
-    own.
+    own. `dealt`: the entries of tokens behind attention, and of hidden ones, are dealt out to
+    shards.
     """
 
     kind: NarrowKind
@@ -42,6 +43,13 @@ class Narrow:
     activations: Activations | None = None
     activation_group: int = 0
     static_activations: bool = False
+    dealt: bool = False
+
+    @property
+    def scales_whole_tokens(self) -> bool:
+        """Whether a token that is quantised has a scale of its own for all of its entries."""
+        whole = not (self.static_activations or self.activation_group)
+        return self.activations is not None and whole
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from .spec import (
     Narrow,
 )
 
+DEALT = ("o", "down", "shared_down")
+"""The products whose tokens are dealt out to shards, where `Narrow.dealt` says that any are."""
 Array = Any
 Weights = Mapping[str, Array]
 Cache = Any
@@ -128,7 +130,7 @@ def project(
         zero = weights.get(f"{name}_zero")
         return ops.linear_grouped(x, weight, scale, zero, bias, narrow.kind)
     dtype = str(x.dtype).removeprefix("torch.")
-    if quantises_rows(narrow):
+    if quantises_rows(narrow) and not _is_dealt(narrow, name):
         return ops.linear_fp8(x, weight, None, scale, bias, dtype)
     values, own = quantized(ops, weights, name, x, narrow)
     linear = ops.linear_int8 if narrow.activations == "int8" else ops.linear_fp8
@@ -137,8 +139,12 @@ def project(
 
 def quantises_rows(narrow: Narrow) -> bool:
     """Whether tokens are quantised to fp8 by row: `linear_fp8` does that itself."""
-    whole = not (narrow.static_activations or narrow.activation_group)
-    return narrow.activations == "fp8" and whole
+    return narrow.activations == "fp8" and narrow.scales_whole_tokens
+
+
+def _is_dealt(narrow: Narrow, name: str) -> bool:
+    """Whether each shard has some of the entries of what goes into a product."""
+    return narrow.dealt and name in DEALT
 
 
 def quantized(
@@ -155,6 +161,11 @@ def quantized(
     by = ("block", narrow.activation_group) if narrow.activation_group else ("row", 0)
     own = ops.quantize_int8_dynamic if narrow.activations == "int8" else ops.quantize_fp8_dynamic
     found: tuple[Array, Array] = own(x, *by)
+    if narrow.scales_whole_tokens and _is_dealt(narrow, name):
+        # A token has one scale: that of its largest entry on any shard.
+        scale = ops.all_reduce_max(found[1])
+        fixed = ops.quantize_int8 if narrow.activations == "int8" else ops.quantize_fp8
+        return fixed(x, scale), scale
     return found
 
 
@@ -177,7 +188,7 @@ def gated_mlp(
     for their weights.
     """
     if narrow is not None:
-        if act == "silu" and quantises_rows(narrow):
+        if act == "silu" and quantises_rows(narrow) and not _is_dealt(narrow, down):
             return ops.gated_mlp_fp8(x, *_pieces(weights, (up, down), ("", "_scale", "_bias")))
         if act == "silu" and narrow.activations is None:
             pieces = _pieces(weights, (up, down), ("", "_scale", "_zero", "_bias"))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from twinfer.ops import resolve as plan
+from twinfer.ops.namespaces import namespace
 from twinfer.ops.recording import Recorder
 from twinfer.ops.shapes import recording_ops
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
@@ -15,9 +16,11 @@ from twinfer.shared.models.calls import ModelShapes, _empty, record_samplers
 from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.models.placement import place, shard_config
+from twinfer.shared.models.quantization import WHEN_LOADED, Quantization
 from twinfer.shared.models.sharding import rows_to_sample, sharded_mixer, words_of
-from twinfer.shared.models.spec import Experts, Shard
-from twinfer.shared.models.stages import Batch, through_experts
+from twinfer.shared.models.spec import Experts, Narrow, Shard
+from twinfer.shared.models.stages import Batch, project, through_experts
+from twinfer.shared.weights import pieces
 
 CPU = DeviceInfo("cpu", "cpu", 1 << 40)
 
@@ -118,6 +121,55 @@ def test_what_the_experts_of_all_shards_give_adds_up(fault, same):
     assert not total[0].any()
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_token_that_is_dealt_out_has_one_scale(kind):
+    """That of the whole token, or it is quantised to other numbers than on one device."""
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(6, 64)).astype(np.float32) * np.linspace(0.1, 3, 64, dtype=np.float32)
+    narrow = Narrow(kind, activations=kind, dealt=True)
+    made = pieces(namespace("numpy"), rng.normal(size=(10, 64)).astype(np.float32), narrow)
+    ops, halves = plan("numpy").bind(), [slice(0, 32), slice(32, 64)]
+    scales = [np.abs(x[:, half]).max(1, keepdims=True) for half in halves]
+
+    class Ops:
+        """The ops of a shard, whose parts of tokens have the `largest` scale."""
+
+        def __init__(self, largest):
+            self.all_reduce_max = largest
+
+        def __getattr__(self, name):
+            return getattr(ops, name)
+
+    def summed(largest):
+        total = 0
+        for half in halves:
+            held = {"o": made["values"][:, half], "o_scale": made["scale"]}
+            total = total + project(Ops(largest), held, "o", x[:, half], None, narrow)
+        return total
+
+    weights = {"o": made["values"], "o_scale": made["scale"]}
+    alone = project(ops, weights, "o", x, None, replace(narrow, dealt=False))
+    share = np.maximum(*scales) / (127 if kind == "int8" else 448)
+    np.testing.assert_allclose(summed(lambda _: share), alone, rtol=1e-5, atol=1e-5)
+    assert np.abs(summed(lambda own: own) - alone).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "llama3.1-8b"])
+@pytest.mark.parametrize("scheme", sorted(WHEN_LOADED))
+def test_a_shard_holds_its_share_of_narrow_weights(name, scheme):
+    held = Quantization(WHEN_LOADED[scheme])
+    model = replace(load_config(model_folder(name)), quantization=held)
+
+    def size(model):
+        return sum(
+            p.entries
+            for p in decoder.parameters_of(model).layer(0).values()
+            if p.piece_of is not None and p.piece_of.piece == "values"
+        )
+
+    assert size(shard_config(model, Shard(1, 4))) * 4 == size(model)
+
+
 def test_sums_stand_where_the_residual_is_added():
     """The norm of what was summed is one call with the sum; only behind a norm of its own, or a
     factor, is a result summed at once.
@@ -180,22 +232,12 @@ def test_samplers_are_planned_for_what_they_get():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (
-            {"quantization": "int8"},
-            "tensor_parallel_size: got 2, the torch backend allows 1 for weights in int8",
-        ),
         ({"capture": "somewhere,nan"}, "capture: got somewhere"),
         ({"row_invariant": True}, "row_invariant: got tensor_parallel_size 2"),
     ],
 )
 def test_what_ranks_do_not_do_is_refused(options, words):
-    from dataclasses import replace
-
-    from twinfer.shared.models.quantization import WHEN_LOADED, Quantization
-
     model = load_config(model_folder("demo"))
-    if "quantization" in options:
-        model = replace(model, quantization=Quantization(WHEN_LOADED["int8"]))
     config = EngineConfig(
         model="demo", backend="torch", device="cpu", tensor_parallel_size=2, **options
     )
@@ -205,8 +247,6 @@ def test_what_ranks_do_not_do_is_refused(options, words):
 
 def test_rows_of_an_odd_number_are_refused_by_what_they_are():
     """Not as if they were no multiple of a group that is the whole row."""
-    from dataclasses import replace
-
     from twinfer.shared.errors import UnsupportedModel
     from twinfer.shared.models.families import parameters_of
     from twinfer.shared.models.quantization import WHEN_LOADED, pieces_of
