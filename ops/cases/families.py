@@ -566,7 +566,7 @@ judged(
 )
 judged(
     "all_reduce_max",
-    lambda dtype: {"one shard": {"x": rows(46, dtype, 7, 3, scale=1.0)}},
+    lambda dtype: {"one shard": {"x": rows(46, dtype, 7, 96, scale=1.0)}},
     {
         "magnitudes": lambda xp, x: np.abs(x),
         "tail skipped": lambda xp, x: without_tail(x),

@@ -10,6 +10,7 @@ embedding, and one more a layer where experts stand beside an MLP.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
 from .placement import WHOLE_EXPERTS
 from .spec import Attention, Experts, Layer, Mixer, Mlp, MlpAndExperts, Model, Shard, Sublayer
@@ -72,16 +73,29 @@ def _sharded_layer(layer: Layer, leaves: bool, shard: Shard) -> Layer:
 
 
 def sharded_mixer(mixer: Mixer, shard: Shard) -> Mixer:
-    """Experts are dealt out whole, in order; of other products, those that `DEALT` names."""
-    if isinstance(mixer, PARTIAL) and mixer.narrow is not None:
-        mixer = replace(mixer, narrow=replace(mixer.narrow, dealt=True))
-    if isinstance(mixer, Experts):
-        own = mixer.num_experts // shard.count
-        return replace(mixer, num_experts=own, first=shard.index * own)
+    """What a shard has of a mixer: experts whole, in order; of other products, those that `DEALT`
+    names.
+    """
     if isinstance(mixer, MlpAndExperts):
-        mlp, experts = (sharded_mixer(part, shard) for part in (mixer.mlp, mixer.experts))
-        return replace(mixer, mlp=mlp, experts=experts, reduces=True)
-    return mixer
+        experts = _own_experts(mixer.experts, shard)
+        return replace(mixer, mlp=_dealt(mixer.mlp), experts=experts, reduces=True)
+    if isinstance(mixer, Experts):
+        return _own_experts(mixer, shard)
+    return _dealt(mixer) if isinstance(mixer, Attention | Mlp) else mixer
+
+
+M = TypeVar("M", bound=Attention | Mlp | Experts)
+
+
+def _own_experts(mixer: Experts, shard: Shard) -> Experts:
+    own = mixer.num_experts // shard.count
+    return replace(_dealt(mixer), num_experts=own, first=shard.index * own)
+
+
+def _dealt(mixer: M) -> M:
+    if mixer.narrow is None:
+        return mixer
+    return replace(mixer, narrow=replace(mixer.narrow, dealt=True))
 
 
 def sharded_table(table: ParameterTable, shard: Shard) -> ParameterTable:

@@ -7,7 +7,7 @@ residual stream`. A mixer says what is computed. The function that computes it i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -147,7 +147,7 @@ class MlpAndExperts:
     behind_mlp: Norm
     behind_experts: Norm
     out: Norm
-    reduces: bool = False
+    reduces: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
