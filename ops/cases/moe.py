@@ -525,6 +525,7 @@ def _expert_cases(dtype: str) -> Iterator[Case]:
     for top_k in (2, 4):
         given = arguments | _chosen(logits, top_k, True) | {"gelu": True}
         yield Case(f"gelu, {top_k} of 5", given)
+    yield Case("5 of 11, from the fourth on", arguments | _of_a_shard(rng, 7, 11, 4, 3, nobody=1))
     if dtype == "bfloat16":
         yield Case("Qwen3-30B-A3B, 64 tokens", partial(_big_experts, 128, 8, 2048, 768), ("bench",))
         yield Case(
@@ -538,6 +539,20 @@ def _chosen(logits: np.ndarray, top_k: int, renormalize: bool) -> Arguments:
     """Weights and experts by router logits."""
     weights, experts = _route(None, **_routing(logits, top_k, renormalize))
     return {"weights": weights.astype(np.float32), "experts": experts}
+
+
+def _of_a_shard(
+    rng: np.random.Generator, tokens: int, experts: int, top_k: int, first: int, nobody: int = -1
+) -> Arguments:
+    """What a shard gets of choices among all `experts`, which it counts from its own `first`: those
+    of others are below 0 or more than it has, and their weights are not 0. `nobody`: an expert of
+    the shard that is not chosen.
+    """
+    logits = rng.normal(size=(tokens, experts))
+    if nobody >= 0:
+        logits[:, first + nobody] = -9.0
+    chosen = _chosen(logits, top_k, True)
+    return chosen | {"experts": (chosen["experts"] - first).astype(np.int32)}
 
 
 def mixture(
@@ -605,6 +620,8 @@ def _wrong_experts(
             weights[tuple(np.argwhere(experts == e)[2:].T)] = 0.0
     elif fault == "no expert is expert 0":
         experts = np.where(experts < 0, 0, experts)
+    elif fault == "experts beyond are the last":
+        experts = np.minimum(experts, len(gate_up) - 1)
     out = np.zeros_like(x)
     for e in np.unique(experts[(experts >= 0) & (experts < len(gate_up))]):
         weight = np.where(experts == e, weights, 0.0).sum(-1, keepdims=True)
@@ -624,6 +641,7 @@ EXPERT_FAULTS = (
     *("weights shifted", "weights rounded to bfloat16", "all weights equal", "last choice lost"),
     *("at most two rows an expert", "no expert is expert 0", "gate and up swapped"),
     *("down of another expert", "scaled by 1.005", "residual added", "the other activation"),
+    "experts beyond are the last",
 )
 
 judged_by(
@@ -767,6 +785,12 @@ def _narrow_expert_cases(dtype: str) -> Iterator[Case]:
     some["experts"][::2, 1] = -1
     some["experts"][5:], some["weights"][5:] = -1, 0.0
     yield Case("choices of no expert", given | some)
+    for name, alpha in (("plain", 1.702), ("fp4", 0.0)):
+        shard: Arguments = {"x": x, "kind": name, "alpha": alpha, "limit": 0.9 if alpha else 0.0}
+        for weight, n, k in (("gate_up", 2 * inter, dim), ("down", dim, inter)):
+            bias = normal(rng, dtype, 5, n) if alpha else None
+            shard |= _named(weight, _narrow(rng, name, dtype, k // 32, 5, n, k), bias)
+        yield Case(f"{name}, 5 of 11, from the fourth on", shard | _of_a_shard(rng, 7, 11, 4, 3))
     # Magnitudes add up over all entries, what tells one activation from the other does not: with
     # few of them it is seen in float16 too.
     few = {"x": normal(rng, dtype, 7, 16), "kind": "fp8", "alpha": 0.0, "limit": 0.0, "gelu": True}
@@ -808,6 +832,10 @@ def _narrow_experts(ops: Any, fault: str = "", **a: Any) -> Any:
     weights, experts, out = a["weights"], a["experts"], np.zeros_like(a["x"])
     if fault == "weights shifted":
         weights = np.roll(weights, 1, axis=1)
+    elif fault == "no expert is expert 0":
+        experts = np.maximum(experts, 0)
+    elif fault == "experts beyond are the last":
+        experts = np.minimum(experts, len(gate_up) - 1)
     for e in np.unique(experts[(experts >= 0) & (experts < len(gate_up))]):
         weight = np.where(experts == e, weights, 0.0).sum(-1, keepdims=True)
         both = a["x"] @ gate_up[e].T
@@ -850,7 +878,7 @@ def _narrow_sizes(a: Arguments) -> Any:
 NARROW_EXPERT_FAULTS = (
     *("weights shifted", "down of another expert", "no bias behind gate and up"),
     *("no bias behind down", "gate and up swapped", "no limit", "up without one", "alpha 1"),
-    "the other activation",
+    *("the other activation", "no expert is expert 0", "experts beyond are the last"),
 )
 
 judged_by(
