@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from twinfer import LLM
 from twinfer.shared.config import EngineConfig
 from twinfer.shared.demand import Demand
 from twinfer.shared.engine import Engine
@@ -24,7 +23,6 @@ from twinfer.shared.sampling_params import SamplingParams
 
 from ..processes import children, run
 from .conftest import build
-from .quantized_checkpoints import make, make_mxfp4
 from .server_process import gone, served
 from .test_server_failures import Stream
 
@@ -134,84 +132,6 @@ def test_the_tokens_of_experts_on_one_process(name, shards, changes, tmp_path):
     build(name, str(tmp_path), **changes)
     alone, _ = tokens_of(tmp_path, 1)
     assert tokens_of(tmp_path, shards)[0] == alone
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "shards", "quantization"),
-    [
-        ("qwen3", 2, "int8_weights"),
-        ("qwen3", 4, "fp8_weights"),
-        ("llama-biases-head96", 2, "int8_weights"),
-        ("qwen3", 2, "int4_g32"),
-        ("glm4-moe", 2, "int8_weights"),
-        ("qwen3", 4, "int8"),
-        ("llama-biases-head96", 2, "fp8"),
-        ("glm4-moe", 4, "fp8"),
-    ],
-)
-def test_the_tokens_of_weights_that_are_quantised_when_they_are_loaded(
-    name, shards, quantization, tmp_path
-):
-    """Scales of whole rows, of which ranks have parts, and of groups, whole on each."""
-    wide = {} if name.startswith("llama") else {"intermediate_size": 128}
-    if name == "glm4-moe":
-        wide |= {"moe_intermediate_size": 32}
-    build(name, str(tmp_path), **wide)
-    alone, _ = tokens_of(tmp_path, 1, quantization=quantization)
-    assert tokens_of(tmp_path, shards, quantization=quantization)[0] == alone
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("scheme", "name", "shards"),
-    [
-        ("packed-zeros", "qwen3", 4),
-        ("int8-weights", "qwen3", 2),
-        ("gptq", "qwen3", 2),
-        ("awq", "qwen3", 4),
-        ("fp8-dynamic", "qwen3", 2),
-        ("fp8-channel", "qwen3", 4),
-        ("deepseek", "qwen3", 2),
-        ("packed-zeros", "qwen3-moe", 2),
-        ("fp8-block", "qwen3-moe", 2),
-        ("mxfp4", "gpt-oss", 4),
-    ],
-)
-def test_the_tokens_of_narrow_checkpoints(scheme, name, shards, tmp_path):
-    """Ranks read their rows and groups of values, scales and zeros, of experts too. A token that is
-    quantised has one scale on all of them.
-    """
-    folder = str(tmp_path / scheme)
-    if scheme == "mxfp4":
-        make_mxfp4(folder, num_local_experts=8)
-    elif name == "qwen3-moe":
-        make(folder, scheme, name, moe_intermediate_size=64, num_experts=8)
-    else:
-        make(folder, scheme)
-    alone, _ = tokens_of(folder, 1)
-    assert tokens_of(folder, shards)[0] == alone
-
-
-@pytest.mark.slow
-def test_tokens_that_are_quantised_by_scales_of_the_checkpoint(tmp_path):
-    """Log-probabilities: a sum in another order may round an entry of a token the other way, and
-    then another word is sampled.
-    """
-    folder = str(tmp_path / "static")
-    make(folder, "fp8-static")
-    prompts = [np.random.default_rng(3).integers(1, 1016, n).tolist() for n in (5, 23, 40)]
-    given, found = [{"prompt_token_ids": prompt} for prompt in prompts], []
-    for shards in (1, 2):
-        llm = LLM(
-            folder, backend="torch", device="cpu", dtype="float32", max_model_len=64,
-            max_num_seqs=4, max_num_batched_tokens=32, num_pages=20, tensor_parallel_size=shards,
-        )  # fmt: skip
-        outputs = llm.generate(given, SamplingParams(max_tokens=1, prompt_logprobs=1))
-        rows = [row for output in outputs for row in output.prompt_logprobs[1:]]
-        found.append([next(iter(row.values())).logprob for row in rows])
-        llm.close()
-    np.testing.assert_allclose(*found, atol=1e-5)
 
 
 @pytest.mark.slow

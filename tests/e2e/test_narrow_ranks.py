@@ -1,0 +1,117 @@
+"""Weights in 8 or 4 bits on ranks of the torch worker, joined by gloo: the tokens of one process."""
+
+import json
+
+import numpy as np
+import pytest
+
+from twinfer.shared.sampling_params import SamplingParams
+
+from .conftest import build
+from .quantized_checkpoints import make, make_mxfp4
+from .test_ranks import SIX_HEADS, engine_of, tokens_of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "shards", "scheme"),
+    [
+        ("llama-biases-head96", 4, "int8_weights"),
+        ("mistral-mqa", 2, "fp8_weights"),
+        ("six-heads", 4, "int8_weights"),
+        ("six-heads", 2, "int4_g32"),
+        ("six-heads", 4, "int8"),
+        ("llama-biases-head96", 2, "fp8"),
+        ("glm4-moe", 2, "int8_weights"),
+        ("glm4-moe", 4, "fp8"),
+    ],
+)
+def test_weights_that_are_quantised_when_loaded(name, shards, scheme, request, tmp_path):
+    """Biases, fewer KV heads than ranks, tied embeddings, heads of zeros, experts. A token that is
+    quantised has one scale on all ranks.
+    """
+    options = {"quantization": scheme}
+    if name == "six-heads":
+        # Groups of 32 are two heads; three on one of two ranks and its own zeros are whole groups.
+        sizes = {"hidden_size": 192, "head_dim": 32, "intermediate_size": 128}
+        folder, options = tmp_path, options | {"load_format": "dummy"}
+        (tmp_path / "config.json").write_text(json.dumps(SIX_HEADS | sizes))
+    elif name == "glm4-moe":
+        build(name, folder := str(tmp_path), intermediate_size=128, moe_intermediate_size=32)
+    else:
+        folder, _ = request.getfixturevalue("checkpoints")(name)
+    alone, _ = tokens_of(folder, 1, **options)
+    assert tokens_of(folder, shards, **options)[0] == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "shards"),
+    [
+        ("packed-zeros", 4),
+        ("packed-channel", 2),
+        ("int8-weights", 2),
+        ("nvfp4", 2),
+        ("gptq", 4),
+        ("gptq-v2", 2),
+        ("awq", 2),
+        ("deepseek", 4),
+        ("fp8-block", 2),
+        ("fp8-dynamic", 2),
+        ("fp8-channel", 4),
+    ],
+)
+def test_checkpoints(tmp_path, scheme, shards):
+    make(folder := str(tmp_path / scheme), scheme)
+    alone, _ = tokens_of(folder, 1)
+    assert tokens_of(folder, shards)[0] == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "shards"), [("packed-zeros", 2), ("fp8-block", 2), ("mxfp4", 4)]
+)
+def test_checkpoints_of_experts(tmp_path, scheme, shards):
+    """Whole experts with their scales, zeros and biases."""
+    folder = str(tmp_path / scheme)
+    if scheme == "mxfp4":
+        make_mxfp4(folder, num_local_experts=8)
+    else:
+        make(folder, scheme, "qwen3-moe", moe_intermediate_size=64, num_experts=8)
+    alone, _ = tokens_of(folder, 1)
+    assert tokens_of(folder, shards)[0] == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["fp8-static", "fp8-tensor-static"])
+def test_static_scales_of_tokens(tmp_path, scheme):
+    """A sum in another order may become another fp8, and a later token another one. So prompts are
+    compared: what a rank has of a scale or a weight that is not its own moves all positions.
+    """
+    make(folder := str(tmp_path / scheme), scheme)
+    alone, together = prompt_logprobs(folder, 1), prompt_logprobs(folder, 2)
+    off = np.abs(together - alone)
+    assert np.quantile(off, 0.8) < 1e-4
+    assert off.max() < 0.1
+
+
+def prompt_logprobs(folder, shards):
+    """The log-probabilities of all tokens of four prompts but their first ones."""
+    engine, rng, found = engine_of(folder, shards), np.random.default_rng(3), {}
+    try:
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        prompts = [rng.integers(1, 900, n) for n in (24, 31, 17, 40)]
+        for i, prompt in enumerate(prompts):
+            engine.add(str(i), prompt, params)
+        while engine.has_work:
+            found |= {o.request_id: o.prompt_logprobs for o in engine.step() if o.prompt_logprobs}
+    finally:
+        engine.close()
+    return np.array(
+        [
+            found[str(i)][at].tokens[int(token)].logprob
+            for i, prompt in enumerate(prompts)
+            for at, token in enumerate(prompt)
+            if at
+        ]
+    )
