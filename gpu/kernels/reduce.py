@@ -18,7 +18,9 @@ import triton
 
 from ...ops.declare import Array, dtype_name
 from ...ops.implement import implement
+from ...ops.namespaces import namespace
 from ...ops.native.torch_parallel import group, in_group
+from ...ops.reference.quantization import largest_of_rows, scale_of
 from .exchange_kernels import best_kernel
 from .launch import FLOATS, overlap, power_of_2, processors
 from .reduce_kernels import reduce_kernel
@@ -223,13 +225,20 @@ def all_reduce(x: Array) -> Array:
     return x
 
 
-@on_gpus("all_reduce_max", provider="nccl", preferred_on=("cuda",))
-def all_reduce_max(x: Array) -> Array:
-    """See the op: the library's, in place."""
-    if not x.is_contiguous():
-        return x.copy_(all_reduce_max(x.contiguous()))
-    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group())
-    return x
+@implement(
+    "token_scales",
+    provider="nccl",
+    framework="torch",
+    supported=_on_gpus,
+    opaque=True,
+    preferred_on=("cuda",),
+)
+def token_scales(x: Array, limit: float) -> Array:
+    """See the op: the library finds the largest."""
+    xp = namespace("torch")
+    largest = largest_of_rows(xp, x)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group())
+    return scale_of(xp, largest, limit)
 
 
 @on_gpus(

@@ -565,12 +565,18 @@ judged(
     rows=("x",),
 )
 judged(
-    "all_reduce_max",
-    lambda dtype: {"one shard": {"x": rows(46, dtype, 7, 96, scale=1.0)}},
+    "token_scales",
+    lambda dtype: {
+        f"{limit:.0f}": {"x": rows(46, dtype, 7, 96, scale=1.0), "limit": limit}
+        for limit in (127.0, 448.0)
+    },
     {
-        "magnitudes": lambda xp, x: np.abs(x),
-        "tail skipped": lambda xp, x: without_tail(x),
-        "one for all": lambda xp, x: 0 * x + np.max(x),
+        "no magnitudes": altered(parallel.token_scales, x=lambda x: np.maximum(x, 0)),
+        "tail skipped": altered(parallel.token_scales, x=without_tail),
+        "the other limit": altered(parallel.token_scales, limit=lambda limit: 575.0 - limit),
+        "one for all": lambda xp, x, limit: (
+            0 * parallel.token_scales(xp, x, limit) + np.max(parallel.token_scales(xp, x, limit))
+        ),
     },
     bitwise=True,
     rows=("x",),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ..declare import Array
 from ..implement import implement
+from ..namespaces import namespace
+from ..reference.quantization import largest_of_rows, scale_of
 
 
 @implement("all_reduce", provider="native", framework="jax")
@@ -12,7 +14,8 @@ def all_reduce(x: Array) -> Array:
     return x
 
 
-@implement("all_reduce_max", provider="native", framework="jax")
-def all_reduce_max(x: Array) -> Array:
+@implement("token_scales", provider="native", framework="jax")
+def token_scales(x: Array, limit: float) -> Array:
     """See the op."""
-    return x
+    xp = namespace("jax")
+    return scale_of(xp, largest_of_rows(xp, x), limit)

@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from ..declare import Array
 from ..implement import implement
+from ..namespaces import namespace
+from ..reference.quantization import largest_of_rows, scale_of
 
 _group: Any = None
 # Its name since torch 2.13.
@@ -55,7 +57,8 @@ def all_reduce(x: Array) -> Array:
     return total.to(x.dtype, copy=True)
 
 
-@implement("all_reduce_max", provider="native", framework="torch", opaque=True)
-def all_reduce_max(x: Array) -> Array:
+@implement("token_scales", provider="native", framework="torch", opaque=True)
+def token_scales(x: Array, limit: float) -> Array:
     """See the op."""
-    return gathered(x.contiguous()).amax(0)
+    xp = namespace("torch")
+    return scale_of(xp, gathered(largest_of_rows(xp, x)).amax(0), limit)

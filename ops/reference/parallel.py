@@ -13,6 +13,7 @@ from typing import Any
 
 from ..declare import DOT, Array, Contract, define
 from .dense import FUSED_ADD
+from .quantization import BITWISE, largest_of_rows, scale_of
 
 PARTIAL = Contract(
     rounds="once a shard: the partial sum to the storage dtype, before the backend's reduction",
@@ -56,14 +57,17 @@ def all_reduce(xp: Any, x: Array) -> Array:
 
 
 @define(
-    shapes="x [tok n] -> [tok n] x",
+    shapes="x [tok k] -> [tok 1] float32",
     shards=(),
     native="per framework",
-    contract=Contract(rounds="nowhere", accumulate="none", nan="NaN on any shard gives NaN"),
+    contract=BITWISE,
 )
-def all_reduce_max(xp: Any, x: Array) -> Array:
-    """The largest of each entry of x [tok n] over the shards of a layer: here, of one shard."""
-    return x
+def token_scales(xp: Any, x: Array, limit: float) -> Array:
+    """The scale [tok 1] float32 of each token, by which its largest entry becomes `limit`, where
+    shards have parts x [tok k] of tokens: here, of one shard. As `quantize_int8_dynamic` has it for
+    whole tokens with `limit` 127, and `quantize_fp8_dynamic` with 448.
+    """
+    return scale_of(xp, largest_of_rows(xp, x), limit)
 
 
 @define(

@@ -128,8 +128,7 @@ def stored(xp: Any, x: Array, cache: Array, scale: Array | None) -> Array:
 
 
 def _scales(xp: Any, x: Array, limit: float, per: str, block: int) -> Array:
-    size = xp.abs(xp.astype(x, xp.float32))
-    size = xp.where(xp.isnan(size), 0.0, xp.where(size > LARGEST, LARGEST, size))
+    size = _sizes(xp, x)
     if per == "tensor":
         amax = xp.max(xp.max(size, axis=1, keepdims=True), axis=0, keepdims=True)
     elif per in ("row", "column"):
@@ -139,6 +138,22 @@ def _scales(xp: Any, x: Array, limit: float, per: str, block: int) -> Array:
     else:
         wanted = f"tensor, row, column, or block with a size that divides {x.shape[1]}"
         raise OpError(f"quantise: per is {wanted}; got {per!r}, block={block}")
+    return scale_of(xp, amax, limit)
+
+
+def _sizes(xp: Any, x: Array) -> Array:
+    """How large entries are, as far as scales go."""
+    size = xp.abs(xp.astype(x, xp.float32))
+    return xp.where(xp.isnan(size), 0.0, xp.where(size > LARGEST, LARGEST, size))
+
+
+def largest_of_rows(xp: Any, x: Array) -> Array:
+    """The size of the largest entry of each row of x [row k]: [row 1] float32."""
+    return xp.max(_sizes(xp, x), axis=1, keepdims=True)
+
+
+def scale_of(xp: Any, amax: Array, limit: float) -> Array:
+    """The scale by which what is as large as `amax` becomes `limit`."""
     return xp.where(amax < SMALLEST, 1.0, amax * float(np.float32(1.0 / limit)))
 
 

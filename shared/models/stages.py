@@ -158,14 +158,14 @@ def quantized(
         scale = weights[f"{name}_input_scale"][:1]
         fixed = ops.quantize_int8 if narrow.activations == "int8" else ops.quantize_fp8
         return fixed(x, scale), scale
+    if narrow.scales_whole_tokens and _is_dealt(narrow, name):
+        # A token has one scale, of its largest entry on any shard.
+        scale = ops.token_scales(x, 127.0 if narrow.activations == "int8" else 448.0)
+        fixed = ops.quantize_int8 if narrow.activations == "int8" else ops.quantize_fp8
+        return fixed(x, scale), scale
     by = ("block", narrow.activation_group) if narrow.activation_group else ("row", 0)
     own = ops.quantize_int8_dynamic if narrow.activations == "int8" else ops.quantize_fp8_dynamic
     found: tuple[Array, Array] = own(x, *by)
-    if narrow.scales_whole_tokens and _is_dealt(narrow, name):
-        # A token has one scale: that of its largest entry on any shard.
-        scale = ops.all_reduce_max(found[1])
-        fixed = ops.quantize_int8 if narrow.activations == "int8" else ops.quantize_fp8
-        return fixed(x, scale), scale
     return found
 
 

@@ -21,6 +21,8 @@ from .test_ranks import SIX_HEADS, engine_of, tokens_of
         ("six-heads", 4, "int8_weights"),
         ("six-heads", 2, "int4_g32"),
         ("six-heads", 4, "int8"),
+        ("gemma4-small", 2, "int8_weights"),
+        ("phi3", 4, "fp8_weights"),
         ("llama-biases-head96", 2, "fp8"),
         ("glm4-moe", 2, "int8_weights"),
         ("glm4-moe", 4, "fp8"),
@@ -32,7 +34,7 @@ def test_weights_that_are_quantised_when_loaded(name, shards, scheme, request, t
     """
     options = {"quantization": scheme}
     if name == "six-heads":
-        # Groups of 32 are two heads; three on one of two ranks and its own zeros are whole groups.
+        # A group is a head: one of zeros is a whole group.
         sizes = {"hidden_size": 192, "head_dim": 32, "intermediate_size": 128}
         folder, options = tmp_path, options | {"load_format": "dummy"}
         (tmp_path / "config.json").write_text(json.dumps(SIX_HEADS | sizes))
@@ -109,7 +111,7 @@ def prompt_logprobs(folder, shards):
         engine.close()
     return np.array(
         [
-            found[str(i)][at].tokens[int(token)].logprob
+            found[str(i)][at][int(token)].logprob
             for i, prompt in enumerate(prompts)
             for at, token in enumerate(prompt)
             if at

@@ -538,7 +538,10 @@ def test_triton_narrow_experts_of_few_tokens(kernels, device, tokens, kind):
     cases = {
         case.name: case.arguments for case in ci_cases(TESTING["moe_experts_narrow"], "bfloat16")
     }
-    for name in ("1 groups, silu", "1 groups, gelu", "2 groups, in turns, biases"):
+    names = ["1 groups, silu", "1 groups, gelu", "2 groups, in turns, biases"]
+    if kind in ("plain", "fp4"):
+        names.append("5 of 11, from the fourth on")
+    for name in names:
         arguments = dict(cases[f"{kind}, {name}"])
         arguments |= {x: arguments[x][:tokens] for x in ("x", "weights", "experts")}
         judge("moe_experts_narrow", arguments, device)
@@ -571,6 +574,7 @@ def test_triton_experts_of_mxfp4(kernels, device, tokens, top_k, alpha):
     rng, (dim, inter, experts) = np.random.default_rng(tokens), (480, 96, 6)
     chosen = _chosen(rng.normal(size=(tokens, experts - 1)), top_k, True)
     chosen["experts"][-1, -1] = -1
+    chosen["experts"][0, 0] = experts + 1  # of another shard
     arguments = {"x": normal(rng, "bfloat16", tokens, dim), "kind": "fp4", "alpha": alpha}
     for name, n, k in (("gate_up", 2 * inter, dim), ("down", dim, inter)):
         bias = normal(rng, "bfloat16", experts, n) if alpha else None

@@ -132,26 +132,26 @@ def test_a_token_that_is_dealt_out_has_one_scale(kind):
     scales = [np.abs(x[:, half]).max(1, keepdims=True) for half in halves]
 
     class Ops:
-        """The ops of a shard, whose parts of tokens have the `largest` scale."""
+        """The ops of a shard that takes these scales for its parts of tokens."""
 
-        def __init__(self, largest):
-            self.all_reduce_max = largest
+        def __init__(self, scales):
+            self.token_scales = scales
 
         def __getattr__(self, name):
             return getattr(ops, name)
 
-    def summed(largest):
+    def summed(scales):
         total = 0
         for half in halves:
             held = {"o": made["values"][:, half], "o_scale": made["scale"]}
-            total = total + project(Ops(largest), held, "o", x[:, half], None, narrow)
+            total = total + project(Ops(scales), held, "o", x[:, half], None, narrow)
         return total
 
     weights = {"o": made["values"], "o_scale": made["scale"]}
     alone = project(ops, weights, "o", x, None, replace(narrow, dealt=False))
     share = np.maximum(*scales) / (127 if kind == "int8" else 448)
-    np.testing.assert_allclose(summed(lambda _: share), alone, rtol=1e-5, atol=1e-5)
-    assert np.abs(summed(lambda own: own) - alone).max() > 1e-3
+    np.testing.assert_allclose(summed(lambda x, limit: share), alone, rtol=1e-5, atol=1e-5)
+    assert np.abs(summed(ops.token_scales) - alone).max() > 1e-3
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "llama3.1-8b"])
