@@ -132,8 +132,8 @@ def compile_one(
     job: Job, mesh: Mesh, label: str, stored: Reader | None = None
 ) -> tuple[Program, ProgramReport]:
     """Lower and compile one job for the devices of `mesh`, or read it from `stored`."""
-    start = time.perf_counter()
     if stored is not None:
+        start = time.perf_counter()
         loaded = stored.load(job, list(mesh.devices.flat))
         return Program(job.name, loaded), report(job.name, loaded, time.perf_counter() - start)
     function = programs.named(f"{job.name}_{label}", job.function)

@@ -153,14 +153,14 @@ def quantized(
     """(values [tok in], scales) of what goes into a product: each token's own, or those that the
     weights bring along.
     """
+    scale = None
     if narrow.static_activations:
         # All parts of a weight have the same (`check_checkpoint`).
         scale = weights[f"{name}_input_scale"][:1]
-        fixed = ops.quantize_int8 if narrow.activations == "int8" else ops.quantize_fp8
-        return fixed(x, scale), scale
-    if narrow.scales_whole_tokens and _is_dealt(narrow, name):
+    elif narrow.scales_whole_tokens and _is_dealt(narrow, name):
         # A token has one scale, of its largest entry on any shard.
         scale = ops.token_scales(x, 127.0 if narrow.activations == "int8" else 448.0)
+    if scale is not None:
         fixed = ops.quantize_int8 if narrow.activations == "int8" else ops.quantize_fp8
         return fixed(x, scale), scale
     by = ("block", narrow.activation_group) if narrow.activation_group else ("row", 0)
