@@ -8,12 +8,32 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 NEAREST = tl.constexpr(12582912.0)
 INT8_MAX = tl.constexpr(127.0)
 FP8_MAX = tl.constexpr(448.0)
+INT8_SHARE = tl.constexpr(0.007874015718698502)
+"""float32(1 / 127)."""
+FP8_SHARE = tl.constexpr(0.002232142956927419)
+"""float32(1 / 448)."""
+LARGEST = tl.constexpr(3.4028234663852886e38)
+SMALLEST = tl.constexpr(2.0**-100)
 
 
 @triton.jit
 def dot(a, b, acc):
     """acc + a b in float32: float32 products are float32, never tf32."""
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def size_of(y):
+    """What counts towards the largest of a row: no NaN, and infinities as the largest number."""
+    size = tl.abs(y)
+    return tl.where(size == size, tl.minimum(size, LARGEST), 0.0)
+
+
+@triton.jit
+def scale_of(amax, FP8: tl.constexpr):
+    """The scale in e4m3, or in int8, of what has this as its largest."""
+    share: tl.constexpr = FP8_SHARE if FP8 else INT8_SHARE
+    return tl.where(amax < SMALLEST, 1.0, amax * share)
 
 
 @triton.jit

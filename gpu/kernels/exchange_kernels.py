@@ -1,4 +1,5 @@
-"""What ranks exchange of the most probable tokens, and what all exchanges share.
+"""What ranks exchange of the most probable tokens and of tokens' largest entries, and what all
+exchanges share.
 
 Ranks send into each other's memory. Every value travels in a word of twice its size, whose other
 half is the number of the exchange. A reader looks at its own memory until all words have that
@@ -12,6 +13,7 @@ one of a row has heard from all that they have ended this one.
 import triton
 import triton.language as tl
 
+from .arithmetic import scale_of, size_of
 from .overlap import wait
 
 SPINS = tl.constexpr(20_000_000)
@@ -102,3 +104,46 @@ def best_kernel(
     if missing > 0:
         tl.store(late, 1)
     tl.store(out + r, tl.where(failed | (missing > 0), -1, best), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "max_rows"])
+def scales_kernel(
+    x, out, boxes, counts, late, rows, x_stride, max_rows, K: tl.constexpr, BLOCK_K: tl.constexpr,
+    FP8: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, PLACES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (share of the rows): no more programs than run at once, as they wait for each other.
+    out [row]: the scale in e4m3, or in int8, of rows of which each rank has K entries, by the
+    largest on any of them. NaN if a rank does not come.
+
+    `boxes` [rank] int64 are addresses on each rank, of [2, rank, max_rows] words; PLACES is a power
+    of 2 that holds all ranks. `counts` and `late` as in `best_kernel`.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    k, peers = tl.arange(0, BLOCK_K), tl.arange(0, PLACES)
+    others = (peers < WORLD) & (peers != RANK)
+    mine = memory_of(boxes, RANK, tl.uint64)
+    wait(OVERLAP)
+    missing = tl.load(late)
+    for row in range(program, rows, programs):
+        number = tl.load(counts + row) + 1
+        place = ((number & 1) * WORLD + RANK) * max_rows + row
+        at = x + tl.cast(row, tl.int64) * x_stride + k
+        largest = tl.max(size_of(tl.load(at, mask=k < K, other=0.0).to(tl.float32)), 0)
+        for peer in tl.static_range(WORLD):
+            if peer != RANK:
+                tl.store(memory_of(boxes, peer, tl.uint64) + place, _numbered(largest, number))
+        tl.store(out + row, largest)
+    tl.debug_barrier()  # all threads read what one of them has written
+    for row in range(program, rows, programs):
+        number = tl.load(counts + row) + 1
+        places = mine + ((number & 1) * WORLD + peers) * max_rows + row
+        found, never = _awaited(places, number, others, tl.float32)
+        missing = tl.maximum(missing, never)
+        largest = tl.maximum(tl.load(out + row), tl.max(tl.where(others, found, 0.0), 0))
+        scale = tl.where(missing > 0, float("nan"), scale_of(largest, FP8))
+        tl.debug_barrier()  # no thread reads the row's count, or what stood for it, behind this
+        tl.store(counts + row, number)
+        tl.store(out + row, scale)
+    if missing > 0:
+        tl.store(late, 1)

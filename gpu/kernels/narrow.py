@@ -28,6 +28,7 @@ from .narrow_kernels import (
     fp8_gemv_kernel,
     narrow_gemv_kernel,
     narrow_kernel,
+    quantize_by_kernel,
     quantize_kernel,
     quantizing_gemv_kernel,
     widen_kernel,
@@ -59,6 +60,39 @@ def quantize_fp8_dynamic(x: Array, per: str, block: int) -> tuple[Array, Array]:
 def quantize_int8_dynamic(x: Array, per: str, block: int) -> tuple[Array, Array]:
     """See the op."""
     return _quantized(x, torch.int8, block if per == "block" else 0)
+
+
+def _takes_given(x: Array, scale: Array) -> bool | Refusal:
+    if scale.shape[1] > 1:
+        return Refusal(f"{scale.shape[1]} scales a row; these have one")
+    return dtype_name(x) in FLOATS and dtype_name(scale) == "float32"
+
+
+@triton_kernel("quantize_fp8", supports_args=_takes_given, row_invariant=True)
+def quantize_fp8(x: Array, scale: Array) -> Array:
+    """See the op."""
+    return _quantized_by(x, scale, torch.float8_e4m3fn)
+
+
+@triton_kernel("quantize_int8", supports_args=_takes_given, row_invariant=True)
+def quantize_int8(x: Array, scale: Array) -> Array:
+    """See the op."""
+    return _quantized_by(x, scale, torch.int8)
+
+
+def _quantized_by(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    rows, k = x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    values = torch.empty((rows, k), dtype=dtype, device=x.device)
+    setting = config("quantize")
+    block_k = min(power_of_2(k), setting["block"])
+    if rows:
+        quantize_by_kernel[(rows, triton.cdiv(k, block_k))](
+            x, values, scale, x.stride(0), 0 if scale.shape[0] == 1 else scale.stride(0),
+            K=k, FP8=dtype == torch.float8_e4m3fn, BLOCK_K=block_k,
+            num_warps=setting["warps"], **overlap(early=True),
+        )  # fmt: skip
+    return values
 
 
 def _in_words(x: torch.Tensor) -> torch.Tensor:

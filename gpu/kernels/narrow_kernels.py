@@ -16,18 +16,12 @@ moves to where the exponent is.
 import triton
 import triton.language as tl
 
-from .arithmetic import FP8_MAX, INT8_MAX, NEAREST, dot, gated
+from .arithmetic import FP8_MAX, INT8_MAX, NEAREST, dot, gated, scale_of, size_of
 from .overlap import wait
 
 ASSEMBLED = tl.constexpr(not triton.knobs.runtime.interpret)
 """The interpreter knows no instructions of a chip."""
 
-LARGEST = tl.constexpr(3.4028234663852886e38)
-SMALLEST = tl.constexpr(2.0**-100)
-INT8_SHARE = tl.constexpr(0.007874015718698502)
-"""float32(1 / 127)."""
-FP8_SHARE = tl.constexpr(0.002232142956927419)
-"""float32(1 / 448)."""
 INT4_ZERO = tl.constexpr(8)
 
 
@@ -168,23 +162,10 @@ def narrow_gemv_kernel(
 
 
 @triton.jit
-def _size(y):
-    """What counts towards the largest of a row: no NaN, and infinities as the largest number."""
-    size = tl.abs(y)
-    return tl.where(size == size, tl.minimum(size, LARGEST), 0.0)
-
-
-@triton.jit
 def _as_e4m3(y):
     """A row of float32 as (values in e4m3, its scale): the bits of `quantize_kernel`."""
-    of = _share(tl.max(_size(y), 0))
+    of = scale_of(tl.max(size_of(y), 0), True)
     return _narrowed(y * tl.div_rn(1.0, of), True), of
-
-
-@triton.jit
-def _share(amax):
-    """The scale in e4m3 of what has this as its largest."""
-    return tl.where(amax < SMALLEST, 1.0, amax * FP8_SHARE)
 
 
 @triton.jit
@@ -246,7 +227,7 @@ def _row_in_words(x, j, K: tl.constexpr):
     both = tl.reduce(sizes, 0, _larger)
     high = (both & -65536).to(tl.float32, bitcast=True)
     low = (both << 16).to(tl.float32, bitcast=True)
-    of = _share(tl.maximum(_size(high), _size(low)))
+    of = scale_of(tl.maximum(size_of(high), size_of(low)), True)
     # Beyond the largest number of e4m3 the conversion gives that one.
     words = tl.inline_asm_elementwise(
         "{ .reg .b32 a, b, c, d; .reg .b16 x, y; mov.b64 {a, c}, $1; "
@@ -273,7 +254,7 @@ def _quantised_row(x, j, K: tl.constexpr):
     else:
         k = j[:, None] * 4 + tl.arange(0, 4)[None, :]
         y = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
-        of = _share(tl.max(tl.max(_size(y), 1), 0))
+        of = scale_of(tl.max(tl.max(size_of(y), 1), 0), True)
         q = _narrowed(y * tl.div_rn(1.0, of), True).to(tl.float32)
         even, odd = tl.split(tl.reshape(q, [j.shape[0], 2, 2]))
         a, c = tl.split(even)
@@ -579,7 +560,6 @@ def quantize_kernel(
     """
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_K
     groups: tl.constexpr = K // GROUP
-    share: tl.constexpr = FP8_SHARE if FP8 else INT8_SHARE
     wait(OVERLAP)
     if ASSEMBLED & FP8 & (groups == 1) & (K % 4 == 0) & (x.dtype.element_ty == tl.bfloat16):
         j = tl.arange(0, BLOCK_K // 4)
@@ -590,19 +570,34 @@ def quantize_kernel(
     else:
         at = first + tl.arange(0, BLOCK_K)
         y = tl.load(x + row * x_stride + at, mask=at < K, other=0.0).to(tl.float32)
-        size = _size(y)
+        size = size_of(y)
         if groups == 1:
             amax = tl.max(size, 0)
-            of = tl.where(amax < SMALLEST, 1.0, amax * share)
+            of = scale_of(amax, FP8)
             tl.store(scale + row, of)
             y = y * tl.div_rn(1.0, of)
         else:
             each: tl.constexpr = BLOCK_K // GROUP
             amax = tl.max(tl.reshape(size, [each, GROUP]), 1)
-            of_each = tl.where(amax < SMALLEST, 1.0, amax * share)
+            of_each = scale_of(amax, FP8)
             g = first // GROUP + tl.arange(0, each)
             tl.store(scale + row * groups + g, of_each, mask=g < groups)
             inverse = tl.div_rn(tl.full([each], 1.0, tl.float32), of_each)
             y = tl.reshape(tl.reshape(y, [each, GROUP]) * inverse[:, None], [BLOCK_K])
         found = _narrowed(y, FP8)
         tl.store(values + row * K + at, found, mask=at < K)
+
+
+@triton.jit
+def quantize_by_kernel(
+    x, values, scale, x_stride, scale_stride, K: tl.constexpr, FP8: tl.constexpr,
+    BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (row, block of k): by the row's given scale. A `scale_stride` of 0: one for all rows."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    wait(OVERLAP)
+    y = tl.load(x + row * x_stride + at, mask=at < K, other=0.0).to(tl.float32)
+    of = tl.load(scale + row * scale_stride)
+    found = _narrowed(y * tl.div_rn(1.0, of), FP8)
+    tl.store(values + row * K + at, found, mask=at < K)

@@ -20,8 +20,8 @@ from ...ops.declare import Array, dtype_name
 from ...ops.implement import implement
 from ...ops.namespaces import namespace
 from ...ops.native.torch_parallel import group, in_group
-from ...ops.reference.quantization import largest_of_rows, scale_of
-from .exchange_kernels import best_kernel
+from ...ops.reference.quantization import FP8_MAX, largest_of_rows, scale_of
+from .exchange_kernels import best_kernel, scales_kernel
 from .launch import FLOATS, overlap, power_of_2, processors
 from .reduce_kernels import reduce_kernel
 from .rows import MAX_WIDTH, _takes_add_norm, fused_add_rms_norm
@@ -80,6 +80,7 @@ class Peers:
     held: tuple[Any, ...]
     sums: Boxes
     best: Boxes
+    scales: Boxes
 
 
 _peers: Peers | None = None
@@ -93,7 +94,7 @@ def meet_peers(rows: int, width: int, dtype: torch.dtype) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     world = dist.get_world_size(group())
     most = MOST_BYTES if world == 2 else MOST_BYTES_AMONG_MORE
-    rows = max(1, min(rows, most // (width * dtype.itemsize)))
+    tokens, rows = rows, max(1, min(rows, most // (width * dtype.itemsize)))
     late = torch.zeros(1, dtype=torch.int32, device=device)
     shared = _Shared(device)
     row = 2 * (world - 1) * width * dtype.itemsize
@@ -101,11 +102,13 @@ def meet_peers(rows: int, width: int, dtype: torch.dtype) -> None:
     token = 2 * world * 2 * 8
     places = shared.addresses(MOST_TOKENS * token, 0)
     best = Boxes(MOST_TOKENS, places, _zeros(MOST_TOKENS, device), late)
+    places = shared.addresses(tokens * 2 * world * 8, 0)
+    scales = Boxes(tokens, places, _zeros(tokens, device), late)
     # Nobody sends before all memory is as it has to be.
     torch.cuda.synchronize()
     dist.all_reduce(torch.zeros(1), group=group())
     rank = dist.get_rank(group())
-    _peers = Peers(rank, world, width, dtype, tuple(shared.held), sums, best)
+    _peers = Peers(rank, world, width, dtype, tuple(shared.held), sums, best, scales)
 
 
 def _zeros(count: int, device: torch.device) -> torch.Tensor:
@@ -214,6 +217,34 @@ def reduce_add_rms_norm_of_peers(
         return reduce_add_rms_norm(x, residual, weight, eps)
     _launch(peers, x, residual, weight.contiguous(), eps)
     return x, residual
+
+
+def _takes_parts(x: Array, limit: float) -> bool:
+    return _takes_rows(x)
+
+
+@on_peers("token_scales", supports_args=_takes_parts, inplace=False)
+def token_scales_of_peers(x: Array, limit: float) -> Array:
+    """See the op: by one kernel, or by the library where that has no memory for so many rows."""
+    peers = _peers
+    if peers is None or x.shape[0] > peers.scales.rows or x.stride(1) != 1:
+        return token_scales(x, limit)
+    return _scales(peers, x, limit)
+
+
+def _scales(peers: Peers, x: torch.Tensor, limit: float) -> torch.Tensor:
+    rows, k = x.shape
+    boxes, block_k = peers.scales, power_of_2(k)
+    out = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    if rows:
+        # All programs run at once, whatever their registers.
+        scales_kernel[(min(rows, 2 * processors()),)](
+            x, out, boxes.addresses, boxes.counts, boxes.late, rows, x.stride(0), boxes.rows,
+            K=k, BLOCK_K=block_k, FP8=limit == FP8_MAX, RANK=peers.rank, WORLD=peers.world,
+            PLACES=power_of_2(peers.world), num_warps=min(8, max(1, block_k // 512)),
+            **overlap(early=True),
+        )  # fmt: skip
+    return out
 
 
 @on_gpus("all_reduce", provider="nccl", preferred_on=("cuda",))

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from twinfer.gpu.kernels import exchange_kernels, reduce, reduce_kernels
+from twinfer.ops.namespaces import namespace
+from twinfer.ops.reference import quantization
 
 WIDTH, ROWS, EPS = 48, 19, 1e-5
 SUMS = (1, 3, 3, 2, 19, 1, 1, 1, 4, 1, 1, 11, 2, 1)
@@ -21,6 +23,8 @@ eleven and more rows programs have several.
 """
 HAS_NAN = 3
 """The sum to which one rank adds a value with all bits set, as in memory that nobody wrote to."""
+HAS_INFINITY, HAS_ZEROS = 5, 6
+"""Exchanges of scales with a row of infinities and of what is no number, and with one of zeros."""
 
 
 def shared(folder, name, world, size):
@@ -33,12 +37,14 @@ def shared(folder, name, world, size):
 
 
 def peers_of(rank, world, folder, dtype):
-    zeros = [torch.zeros(ROWS, dtype=torch.int32) for _ in range(2)]
+    zeros = [torch.zeros(ROWS, dtype=torch.int32) for _ in range(3)]
     late = torch.zeros(1, dtype=torch.int32)
     sums, *held = shared(folder, "sums", world, 2 * (world - 1) * ROWS * WIDTH * dtype.itemsize)
     best, *more = shared(folder, "best", world, 2 * world * 2 * ROWS * 8)
-    boxes = reduce.Boxes(ROWS, sums, zeros[0], late), reduce.Boxes(ROWS, best, zeros[1], late)
-    return reduce.Peers(rank, world, WIDTH, dtype, (held, more), *boxes)
+    scales, *rest = shared(folder, "scales", world, 2 * world * ROWS * 8)
+    places = zip((sums, best, scales), zeros, strict=True)
+    boxes = [reduce.Boxes(ROWS, addresses, counts, late) for addresses, counts in places]
+    return reduce.Peers(rank, world, WIDTH, dtype, (held, more, rest), *boxes)
 
 
 def part_of(rank, number, rows, dtype):
@@ -89,6 +95,25 @@ def choose_all(peers):
         assert torch.equal(found, want), (number, found, want)
 
 
+def scale_all(peers):
+    """Scales of rows of which each rank has a part, of any number of entries."""
+    numpy = namespace("numpy")
+    for number, rows in enumerate(SUMS):
+        parts = [part_of(rank, number, rows, peers.dtype) for rank in range(peers.world)]
+        parts[number % peers.world][rows // 2, :3] = torch.tensor([40.0, -60.0, 5.0])
+        for part in parts if number == HAS_INFINITY else ():
+            part[0] = torch.tensor([float("inf"), *[float("nan")] * (WIDTH - 1)])
+        if number == HAS_ZEROS:
+            for part in parts:
+                part[0] = 0.0
+        width = WIDTH - number % 2 * 5
+        whole = torch.cat([part[:, :width] for part in parts], 1).float().numpy()
+        limit = (127.0, 448.0)[number % 2]
+        found = reduce._scales(peers, parts[peers.rank][:, :width], limit)
+        want = quantization.scale_of(numpy, quantization.largest_of_rows(numpy, whole), limit)
+        assert np.array_equal(found.numpy(), want), (number, found, want)
+
+
 def lose_all(peers):
     """The peers do not come, for they have ended."""
     exchange_kernels.SPINS.value = 3
@@ -98,6 +123,7 @@ def lose_all(peers):
     assert peers.sums.late.tolist() == [1]
     logits = torch.zeros(2, 3)
     assert reduce._best(peers, torch.zeros(2, dtype=torch.int32), logits).tolist() == [-1, -1]
+    assert reduce._scales(peers, x, 127.0).isnan().all()
 
 
 def read_late(rank):
@@ -121,6 +147,7 @@ def main():
     read_late(rank)
     sum_all(peers)
     choose_all(peers)
+    scale_all(peers)
     if rank == 0:
         lose_all(peers)
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 
 def run(tmp_path, world, dtype):
-    for name, empty in (("sums", b"\xff"), ("best", b"\0")):
+    for name, empty in (("sums", b"\xff"), ("best", b"\0"), ("scales", b"\0")):
         for rank in range(world):
             (tmp_path / f"{name}{rank}").write_bytes(empty * (1 << 16))
     script = Path(__file__).with_name("peer_process.py")
