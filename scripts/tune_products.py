@@ -1,8 +1,8 @@
-"""Find the blocks of `skinny_kernel` and, on Hopper, of `tile_kernel`, the products of 3 to 256
-rows, for the weights of public shapes on this GPU.
+"""Find the blocks of `skinny_kernel` and, on Hopper, of `tile_kernel` and `held_kernel`, the
+products of 3 to 256 rows, for the weights of public shapes on this GPU.
 
     python scripts/tune_products.py [--shapes llama3-8b,qwen3-0.6b] [--rows 8,32,64] [--ranks 1]
-    [--kernels skinny,tiles] [--json best.json]
+    [--kernels skinny,tiles,held] [--json best.json]
 
 Each figure is microseconds of one product behind a norm, which is in all of them, inside a CUDA
 graph of many, over so many copies of the weight that the L2 cache holds none; `floor` are the
@@ -10,7 +10,7 @@ weight's bytes at the rate of a copy on the same GPU. `now` is what the engine w
 `configs.json`, with its activation where that is a launch of its own. Every configuration is
 checked against a product in float32 before it is timed. What is at least 2 % faster than `now` is
 printed as entries of `configs.json` under the chip: of `skinny_kernel` up to the most rows for
-which it is, of `tile_kernel` for each size.
+which it is, of the others for each size.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tune_narrow import microseconds
 
 from twinfer.gpu.kernels import gemv, launch
 from twinfer.gpu.kernels import rows as row_kernels
+from twinfer.gpu.kernels.held_kernel import STEP
 from twinfer.gpu.precision import pin_precision
 from twinfer.gpu.precompile import compile_together, kernels_noted
 from twinfer.shared.models import decoder
@@ -38,6 +39,8 @@ from twinfer.shared.models.spec import Shard
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 MOST_SHARED = 220_000
 """Bytes of shared memory of a processor that blocks in flight may take together."""
+MOST_HELD = 13_000_000
+"""Entries of a weight for `held_kernel`. It was slower for 16 millions."""
 GAIN = 0.98
 Setting = dict[str, int]
 Weight = tuple[str, int, int]
@@ -124,7 +127,24 @@ def skinny(n: int, k: int, rows: int, gated: bool, whole: bool) -> Iterator[Sett
                         }  # fmt: skip
 
 
-KERNELS = {"skinny": skinny, "tiles": tiles}
+def held(n: int, k: int, rows: int, gated: bool, whole: bool) -> Iterator[Setting]:
+    """Configurations of `held_kernel` to try: for weights that registers hold a good part of."""
+    if rows > gemv.MAX_HELD_ROWS or n * k > MOST_HELD or whole:
+        return
+    block_m = launch.power_of_2(rows, 8)
+    for block_n in (16, 32, 64):
+        for warps in (2, 4, 8, 16):
+            steps = k // (warps * STEP.value)
+            if k % (warps * STEP.value) or block_n * block_m > 1024:
+                continue
+            # A step asked for ahead takes as many registers as a program has rows of the weight.
+            for ahead in sorted({min(steps, most // block_n) for most in (32, 64, 96, 128)} - {0}):
+                if warps * 32 * ahead * block_n > 60_000:  # registers of a processor
+                    continue
+                yield {"block_n": block_n, "warps": warps, "ahead": ahead}
+
+
+KERNELS = {"skinny": skinny, "tiles": tiles, "held": held}
 
 
 class Product:
@@ -158,6 +178,8 @@ class Product:
     def by(self, setting: Setting) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         """The kernel with a configuration."""
         act = "silu" if self.gated else ""
+        if "ahead" in setting:
+            return lambda weight, x: gemv._held(x, weight, None, self.dtype, setting, act=act)
         if "registers" in setting:
             return lambda weight, x: gemv._tiled(x, weight, None, self.dtype, setting, act=act)
 
@@ -258,12 +280,14 @@ def skinny_entries(weight: Weight, by_rows: dict[int, Found]) -> dict[str, Any]:
     return entries | {f"linear/{n}x{k}": limits}
 
 
-def tile_entries(weight: Weight, by_rows: dict[int, Found]) -> dict[str, Any]:
-    """An entry for each size that is faster."""
+def measured_entries(
+    kernel: str, least: int, weight: Weight, by_rows: dict[int, Found]
+) -> dict[str, Any]:
+    """An entry for each size that is faster: powers of 2 from `least` on."""
     name, n, k = weight
-    what = "gated_tiles" if name == "gate_up" else "tiles"
+    what = f"gated_{kernel}" if name == "gate_up" else kernel
     return {
-        f"{what}/{n}x{k}/{launch.power_of_2(rows, 16)}": found[2]
+        f"{what}/{n}x{k}/{launch.power_of_2(rows, least)}": found[2]
         for rows, found in by_rows.items()
         if found is not None and found[1] <= GAIN * found[0]
     }
@@ -275,7 +299,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="llama3-8b")
     parser.add_argument("--rows", default="8,32,64")
     parser.add_argument("--ranks", type=int, default=1, help="of a model that is divided so")
-    parser.add_argument("--kernels", default="skinny,tiles")
+    parser.add_argument("--kernels", default="skinny,tiles,held")
     parser.add_argument("--json", help="file for the entries")
     arguments = parser.parse_args()
     pin_precision()
@@ -293,8 +317,9 @@ def main() -> None:
             if "skinny" in kernels:
                 for name, entry in skinny_entries(weight, by_kernel["skinny"]).items():
                     best[name] = best.get(name, {}) | entry
-            if "tiles" in kernels:
-                best |= tile_entries(weight, by_kernel["tiles"])
+            for kernel, least in (("tiles", 16), ("held", 8)):
+                if kernel in kernels:
+                    best |= measured_entries(kernel, least, weight, by_kernel[kernel])
             torch.cuda.empty_cache()
             if arguments.json:
                 with open(arguments.json, "w") as file:

@@ -2,7 +2,7 @@
 else cuBLAS.
 
 Which rows go where is fixed by shapes: `configs.json` says up to how many rows each kernel was
-faster, and which blocks `tile_kernel` has where that one was.
+faster, and which blocks `tile_kernel` and `held_kernel` have where one of them was.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ HALVES = ("bfloat16", "float16")
 MAX_ROWS = 64
 """Of `skinny_kernel`."""
 MAX_TILE_ROWS = 256
+MAX_HELD_ROWS = 32
 TILE_K = 64
 """Entries of k in a block of `tile_kernel`: 128 bytes, which the copy engine swizzles at once."""
 
@@ -104,7 +105,10 @@ def _few(
     limit = config("linear", f"{n}x{k}")
     if 0 < rows <= min(2, limit["gemv_rows"]):
         return _gemv(x, weight, bias, dtype, act=act)
-    tiles = _tile_blocks("gated_tiles" if act else "tiles", x, weight)
+    held = _measured("held", x, weight, MAX_HELD_ROWS, 8, act)
+    if held:
+        return _held(x, weight, bias, dtype, held, act=act)
+    tiles = _measured("tiles", x, weight, MAX_TILE_ROWS, 16, act)
     if tiles:
         return _tiled(x, weight, bias, dtype, tiles, act=act)
     if 0 < rows <= min(MAX_ROWS, limit["gated_rows" if act else "skinny_rows"]):
@@ -190,17 +194,48 @@ def _skinny(
     return out
 
 
-def _tile_blocks(what: str, x: torch.Tensor, weight: torch.Tensor) -> dict[str, int]:
-    """The blocks of `tile_kernel` for these rows and this weight, {} where another kernel takes
-    them.
+def _measured(
+    kernel: str, x: torch.Tensor, weight: torch.Tensor, most: int, least: int, act: str
+) -> dict[str, int]:
+    """The blocks of a kernel for Hopper alone that takes up to `most` rows, for these rows and this
+    weight; {} where it was not the fastest. They are noted by powers of 2 from `least` on.
     """
     rows, (n, k) = x.shape[0], weight.shape
-    if not 0 < rows <= MAX_TILE_ROWS or not hopper():
+    if not 0 < rows <= most or not hopper():
         return {}
     aligned = all(
         y.stride(1) == 1 and y.stride(0) % 8 == 0 and y.data_ptr() % 16 == 0 for y in (x, weight)
     )
-    return config(what, f"{n}x{k}/{power_of_2(rows, 16)}") if aligned else {}
+    what = f"gated_{kernel}" if act else kernel
+    return config(what, f"{n}x{k}/{power_of_2(rows, least)}") if aligned else {}
+
+
+def _held(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    setting: dict[str, int],
+    *,
+    act: str = "",
+) -> torch.Tensor:
+    """See `_gemv`."""
+    from .held_kernel import held_kernel  # in a language of its own
+
+    gated = act != ""
+    rows, (n, k) = x.shape[0], weight.shape
+    n = n // 2 if gated else n
+    out = torch.empty((rows, n), dtype=dtype, device=x.device)
+    results = setting["block_n"] // 2 if gated else setting["block_n"]
+    held_kernel[(triton.cdiv(n, results),)](
+        x, weight, out if bias is None else bias.contiguous(), out, rows, x.stride(0),
+        weight.stride(0),
+        N=n, K=k, HAS_BIAS=bias is not None, GATED=gated, GELU=act == "gelu",
+        M=power_of_2(rows, 8), BLOCK_N=setting["block_n"], WARPS=setting["warps"],
+        AHEAD=setting["ahead"], num_warps=setting["warps"], maxnreg=setting.get("registers"),
+        **overlap(early=True),
+    )  # fmt: skip
+    return out
 
 
 def _tiled(

@@ -306,6 +306,36 @@ def test_products_by_tiles(kernels, device, rows, act, block_n, warps, parts):
     assert not counters(x.device).any()
 
 
+@pytest.mark.parametrize(("block_n", "warps", "ahead"), [(16, 2, 8), (32, 4, 3), (32, 16, 1)])
+@pytest.mark.parametrize(("rows", "act"), [(3, ""), (8, "silu"), (13, "gelu"), (32, "")])
+def test_products_from_registers(kernels, device, rows, act, block_n, warps, ahead):
+    """Weights that no block divides, all of a warp's slice asked for ahead or some, once and
+    again.
+    """
+    import torch
+
+    from twinfer.gpu.kernels import gemv, launch
+    from twinfer.gpu.kernels import rows as row_kernels
+
+    if not launch.hopper():
+        pytest.skip("only where there is a Hopper GPU")
+    numbers = torch.Generator().manual_seed(rows)
+    x, weight, bias = (
+        torch.randn(shape, generator=numbers).to(device, torch.bfloat16)
+        for shape in ((rows, 1024), (404, 1024), (404,))
+    )
+    want = torch.nn.functional.linear(x.double(), weight.double(), bias.double()).to(x.dtype)
+    if act == "silu":
+        want = row_kernels.silu_and_mul(want)
+    elif act == "gelu":
+        want = row_kernels.gelu_and_mul(want, "tanh")
+    blocks = {"block_n": block_n, "warps": warps, "ahead": ahead}
+    first, second = (gemv._held(x, weight, bias, x.dtype, blocks, act=act) for _ in range(2))
+    assert torch.equal(first, second)
+    off = (first.float() - want.float()).norm() / want.float().norm()
+    assert off < 3e-3, off
+
+
 def test_when_requests_are_split_together(kernels):
     """Few have all the parts that pay each, and if there are very few, as many as run at once; many
     share what runs at once; none is split where the longest is one part.

@@ -446,18 +446,43 @@ def test_products_by_tiles_compile(compiled, rows, act, parts):
     assert compiled == ["tile_kernel"]
 
 
-@pytest.mark.parametrize(
-    ("rows", "k", "kernel"),
-    [(2, 256, "gemv"), (3, 256, "tile"), (17, 256, "tile"), (3, 250, "skinny")],
-)
-def test_who_multiplies_a_few_rows(compiled, monkeypatch, rows, k, kernel):
-    """Tiles where they were measured, and the copy engine can find the rows."""
+@pytest.mark.parametrize("rows", [3, 13, 32])
+@pytest.mark.parametrize(("act", "n"), [("", 200), ("silu", 200), ("gelu", 208)])
+def test_products_from_registers_compile(compiled, rows, act, n):
+    """Weights that no block divides, with a bias; steps that are asked for before the inputs, and
+    others behind.
+    """
     from twinfer.gpu.kernels import gemv
 
-    blocks = {"block_n": 64, "parts": 1, "stages": 3, "warps": 4, "registers": 128}
-    for what in ("tiles", "gated_tiles"):
-        for name, value in blocks.items():
-            monkeypatch.setitem(gemv.config(what), name, value)
+    x, weight = (torch.zeros((size, 1024), dtype=torch.bfloat16) for size in (rows, n))
+    blocks = {"block_n": 32, "warps": 4, "ahead": 3}
+    gemv._held(x, weight, torch.zeros(n, dtype=x.dtype), x.dtype, blocks, act=act)
+    assert compiled == ["held_kernel"]
+
+
+TILES = {"block_n": 64, "parts": 1, "stages": 3, "warps": 4, "registers": 128}
+HELD = {"block_n": 16, "warps": 2, "ahead": 2}
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "held", "kernel"),
+    [
+        (2, 256, HELD, "gemv"),
+        (3, 256, {}, "tile"),
+        (3, 256, HELD, "held"),
+        (17, 256, {}, "tile"),
+        (33, 256, HELD, "tile"),
+        (3, 250, HELD, "skinny"),
+    ],
+)
+def test_who_multiplies_a_few_rows(compiled, monkeypatch, rows, k, held, kernel):
+    """Tiles and registers where they were measured, and wide loads can find the rows."""
+    from twinfer.gpu.kernels import gemv
+
+    for what, blocks in (("tiles", TILES), ("held", held)):
+        for gated in ("", "gated_"):
+            for name, value in blocks.items():
+                monkeypatch.setitem(gemv.config(f"{gated}{what}"), name, value)
     x, weight, down = (
         torch.zeros(shape, dtype=torch.bfloat16) for shape in ((rows, k), (64, k), (k, 32))
     )
@@ -468,17 +493,17 @@ def test_who_multiplies_a_few_rows(compiled, monkeypatch, rows, k, kernel):
     assert f"{kernel}_kernel" in compiled[2:]
 
 
-def measured_tiles():
-    """What `configs.json` has of products by tiles, by shape and rows."""
+def measured(kernel):
+    """What `configs.json` has of a kernel's products, by shape and rows."""
     path = Path(__file__).parents[2] / "gpu/kernels/configs.json"
     for entries in json.loads(path.read_text(encoding="utf-8"))["chips"].values():
         for name, blocks in entries.items():
-            if "tiles/" in name:
+            if f"{kernel}/" in name:
                 yield name, blocks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "blocks"), list(measured_tiles()))
+@pytest.mark.parametrize(("name", "blocks"), list(measured("tiles")))
 def test_products_by_tiles_that_were_measured_fit(compiled, name, blocks):
     """With results of twice the size, which logits are."""
     from twinfer.gpu.kernels import gemv
@@ -489,6 +514,20 @@ def test_products_by_tiles_that_were_measured_fit(compiled, name, blocks):
     dtype = x.dtype if act else torch.float32
     gemv._tiled(x, weight, None, dtype, blocks, act=act)
     assert compiled == ["tile_kernel"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "blocks"), list(measured("held")))
+def test_products_from_registers_that_were_measured_fit(compiled, name, blocks):
+    """Warps have slices of the weight's own k."""
+    from twinfer.gpu.kernels import gemv
+
+    what, shape, rows = name.split("/")
+    n, k = map(int, shape.split("x"))
+    x, weight = torch.zeros((int(rows), k)).bfloat16(), torch.zeros((n, k)).bfloat16()
+    gemv._held(x, weight, None, x.dtype, blocks, act="silu" if what.startswith("gated") else "")
+    assert compiled == ["held_kernel"]
+    assert k % (blocks["warps"] * 64) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
