@@ -46,6 +46,17 @@ FRAGMENTS = [
         (32, 2, 4, 4), (32, 4, 4, 2), (64, 8, 2, 4),
     ]
 ]  # fmt: skip
+TILES = [
+    {
+        "programs": p, "steps": t, "stages": s, "warps": w, "registers": r,
+    }
+    for p, t, s, w, r in [
+        (1, 4, 4, 8, 168), (1, 4, 6, 8, 168), (1, 4, 8, 8, 168),
+        (2, 4, 4, 8, 112), (1, 8, 6, 8, 168), (2, 4, 4, 4, 168),
+        (2, 4, 5, 4, 168), (1, 4, 8, 4, 168), (3, 4, 3, 4, 128), (2, 8, 5, 4, 168),
+        (4, 4, 4, 4, 96),
+    ]
+]  # fmt: skip
 FEW = [
     {
         "block_m": 16, "block_n": n, "block_k": k, "programs": p, "steps": 2, "warps": w,
@@ -83,6 +94,8 @@ def settings(kind: str, rows: int) -> Iterator[tuple[str, dict[str, int]]]:
         return
     if rows <= 16:
         yield from (("fragments", x) for x in FRAGMENTS)
+    if kind == "int4" and 2 < rows <= 128:
+        yield from (("tiles", x) for x in TILES)
     if rows <= 2:
         yield from (("gemv", x) for x in GEMV)
     if rows <= 16:
@@ -147,10 +160,12 @@ def product(kernel: str, setting: dict[str, int], given: tuple[Any, ...], out: A
         narrow.quantizing_gemv(x, weight, scale, None, out.dtype)
         return
     asked = narrow.Product(*given, out)
-    if kernel == "fragments" and not narrow.fragments_take(asked):
+    takes = {"fragments": narrow.fragments_take, "tiles": narrow.tiles_take}
+    if kernel in takes and not takes[kernel](asked):
         raise ValueError("another kernel's")
     kernels = {
-        "gemv": narrow._gemv, "blocks": narrow._blocks, "fragments": narrow.fragments
+        "gemv": narrow._gemv, "blocks": narrow._blocks, "fragments": narrow.fragments,
+        "tiles": narrow.tiles,
     }  # fmt: skip
     kernels[kernel](asked)
 

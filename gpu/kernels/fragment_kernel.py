@@ -90,7 +90,7 @@ def step_layout(warps, rows, run, twice):
 
 
 @gluon.jit
-def _twice(x, dtype: gl.constexpr):
+def twice(x, dtype: gl.constexpr):
     """Numbers that `dtype` has, as words of two of each."""
     return (x.to(dtype).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF) * 0x00010001
 
@@ -246,7 +246,7 @@ def fragment_kernel(
     token, token_k = column // PIECES, token_w * slice_ + column % PIECES * STEP
     if KIND == "int4":
         units: gl.constexpr = UNITS_BFLOAT16 if dtype == gl.bfloat16 else UNITS_FLOAT16
-        base = _twice(gl.full([1, 1, 1], -8.0 / units, gl.float32, layout=WEIGHT), dtype)
+        base = twice(gl.full([1, 1, 1], -8.0 / units, gl.float32, layout=WEIGHT), dtype)
     total = gl.zeros([WARPS, BLOCK_N, M], gl.float32, layout=mma)
     asked, shares, zeros = (), (), ()
     for s in gl.static_range(steps + AHEAD):
@@ -270,7 +270,7 @@ def fragment_kernel(
                 a = _fp8_operand(asked[s - AHEAD], BLOCK_N, WARPS)
             else:
                 if HAS_ZERO:
-                    base = _twice(zeros[s - AHEAD].to(gl.float32) * (-1.0 / units), dtype)
+                    base = twice(zeros[s - AHEAD].to(gl.float32) * (-1.0 / units), dtype)
                 a = _int4_operand(asked[s - AHEAD], base, BLOCK_N, WARPS, dtype)
             a = gl.convert_layout(a, left, assert_trivial=True)
             of_step = of_x + (s - AHEAD) * (PIECES * entries)

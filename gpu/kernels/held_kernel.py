@@ -29,17 +29,16 @@ def _operand(y, ROWS: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _result(r, GATED: gl.constexpr):
-    """Which of a block's results row r of its part of a weight is for: if GATED, rows r and r + 8
-    are one thread's, and of one result.
+def rows_of(r, first, N: gl.constexpr, GATED: gl.constexpr):
+    """(result, row of the weight) that row r of a block of the left operand is for. If GATED, rows
+    r and r + 8, which are one thread's, are of one result: its gate, and N rows on what goes with
+    it.
     """
-    return r // 16 * 8 + r % 8 if GATED else r
-
-
-@gluon.jit
-def _half(r, N: gl.constexpr, GATED: gl.constexpr):
-    """How far behind the first N rows of a weight row r of a block is."""
-    return r // 8 % 2 * N if GATED else r * 0
+    if GATED:
+        n = first + r // 16 * 8 + r % 8
+        return n, n + r // 8 % 2 * N
+    else:
+        return first + r, first + r
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -67,9 +66,8 @@ def held_kernel(
     w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, WEIGHT)))[:, None, None]
     r = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, WEIGHT)))[None, :, None]
     j = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(1, WEIGHT)))[None, None, :]
-    n = first + _result(r, GATED)
-    row = n.to(gl.int64) + _half(r, N, GATED)
-    place = weight + row * weight_stride + w * slice_ + j
+    n, row = rows_of(r, first, N, GATED)
+    place = weight + row.to(gl.int64) * weight_stride + w * slice_ + j
     known = None if even else (n < N) & (w < WARPS) & (j < STEP)
     nothing = None if even else 0.0
     m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))[None, :, None]
@@ -95,8 +93,8 @@ def held_kernel(
     if HAS_BIAS:
         end: gl.constexpr = y.type.layout
         end_r = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, end))
-        end_n = first + _result(end_r, GATED)
-        added = gl.load(bias + end_n + _half(end_r, N, GATED), mask=end_n < N, other=0.0)
+        end_n, end_row = rows_of(end_r, first, N, GATED)
+        added = gl.load(bias + end_row, mask=end_n < N, other=0.0)
         y = y + added.to(gl.float32)[:, None]
     if GATED:
         pairs = y.to(out.dtype.element_ty).to(gl.float32).reshape([BLOCK_N // 16, 2, 8, M])

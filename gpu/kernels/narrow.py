@@ -36,6 +36,8 @@ from .narrow_kernels import (
 
 PACKED = ("int4", "fp4")
 UNITS_CAPABILITY = (9, 0)
+MOST_TILE_ROWS = 128
+"""Of `narrow_tile_kernel`: more than that widen the weight for cuBLAS."""
 UNITS_FROM = 16
 """Up to so many rows a product is bound by the reading of its weight."""
 MOST_QUANTIZED = 1 << 16
@@ -381,6 +383,8 @@ def _product(
     limit = config("narrow", kind)
     if fragments_take(asked):
         fragments(asked)
+    elif tiles_take(asked):
+        tiles(asked)
     elif rows <= min(2, limit["gemv_rows"]):
         _gemv(asked)
     elif x_scale is None and rows > limit["widened_from"] and dtype_name(x) != "float32":
@@ -518,6 +522,54 @@ def fragments(product: Product, *, gated: bool = False) -> None:
         *words.arrays, rows, *words.strides, **(product.constants | {"N": n}), GATED=gated, M=m,
         BLOCK_N=block_n, PIECES=pieces, WARPS=warps, AHEAD=setting["ahead"], num_warps=warps,
         maxnreg=setting.get("registers"), **overlap(early=True),
+    )  # fmt: skip
+
+
+def tiles_take(product: Product) -> bool:
+    """Whether `narrow_tile_kernel` takes so many rows of this kind."""
+    rows, _, k = product.sizes
+    x, group = product.x, product.group
+    if not hopper() or product.kind != "int4" or rows > MOST_TILE_ROWS:
+        return False
+    halves = dtype_name(x) in ("bfloat16", "float16")
+    whole = k % 128 == 0 and group % 128 == 0
+    return halves and whole and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+
+
+def tiles(product: Product, *, gated: bool = False) -> None:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .narrow_tile_kernel import narrow_tile_kernel  # in a language of its own
+
+    rows, n, k = product.sizes
+    block_m = power_of_2(rows, 16)
+    # Where there are programs enough without parts.
+    wide = ["wide"] if n >= 128 * processors() else []
+    setting = config("narrow_tiles", *wide, str(block_m))
+    block_n, out = 16 * setting["warps"], product.out
+    blocks = triton.cdiv(n, block_n)
+    n = n // 2 if gated else n
+    most = max(1, setting["programs"] * processors() // blocks)
+    parts = min(setting.get("parts", most), max(1, k // (128 * setting["steps"])))
+    parts = parts if blocks <= COUNTERS else 1
+    sums = arrived = out
+    if parts > 1:
+        size = parts * blocks * block_n * block_m
+        sums = torch.empty(size, dtype=torch.float32, device=out.device)
+        arrived = counters(out.device)
+    _, _, scale, zero, _, bias, _ = product.arrays
+    narrow_tile_kernel[(blocks, parts)](
+        TensorDescriptor.from_tensor(
+            product.weight.view(torch.int32), [block_n // 2 if gated else block_n, 16],
+            NVMMASharedLayout(64, 32, 2),
+        ),
+        TensorDescriptor.from_tensor(product.x, [block_m, 128], NVMMASharedLayout(128, 16, 2)),
+        scale, zero, bias, out, sums, arrived, rows,
+        N=n, K=k, GROUP=product.group, HAS_ZERO=product.zero is not None,
+        HAS_BIAS=product.bias is not None, GATED=gated, PARTS=parts, BLOCK_M=block_m,
+        BLOCK_N=block_n, STAGES=setting["stages"], num_warps=setting["warps"],
+        maxnreg=setting["registers"], **overlap(early=True),
     )  # fmt: skip
 
 

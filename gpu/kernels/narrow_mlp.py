@@ -28,6 +28,8 @@ from .narrow import (
     takes_grouped,
     takes_quantised,
     takes_units,
+    tiles,
+    tiles_take,
 )
 from .narrow_kernels import silu_quantize_kernel
 from .rows import silu_and_mul
@@ -233,5 +235,8 @@ def _gated(
     asked = prepared(x, weight, scale, zero, None, bias, kind, out)
     if rows and fragments_take(asked):
         fragments(asked, gated=True)
+        return out
+    if rows and tiles_take(asked):
+        tiles(asked, gated=True)
         return out
     return silu_and_mul(linear_grouped(x, weight, scale, zero, bias, kind))

@@ -62,7 +62,7 @@ def _fetch(
 
 
 @gluon.jit
-def _put(
+def put(
     y, out, block, rows, N: gl.constexpr, ACC: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
@@ -135,7 +135,7 @@ def _multiply(
                 acc_up += gl.load(bias + N + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
             gate, up = acc.to(dtype).to(gl.float32), acc_up.to(dtype).to(gl.float32)
             acc = activated(gate, up, GELU)
-        _put(acc.to(dtype), out, block, rows, N, ACC, BLOCK_M, BLOCK_N)
+        put(acc.to(dtype), out, block, rows, N, ACC, BLOCK_M, BLOCK_N)
 
 
 @gluon.jit(do_not_specialize=["rows"])

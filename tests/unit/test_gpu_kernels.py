@@ -336,6 +336,62 @@ def test_products_from_registers(kernels, device, rows, act, block_n, warps, ahe
     assert off < 3e-3, off
 
 
+@pytest.mark.parametrize("warps", [4, 8])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("groups", [1, 4, 8])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "zero", "dtype"),
+    [
+        (3, False, "bfloat16"),
+        (20, True, "float16"),
+        (64, True, "bfloat16"),
+        (100, False, "bfloat16"),
+    ],
+)
+def test_products_of_int4_by_tiles(kernels, device, rows, zero, dtype, gated, groups, parts, warps):
+    """Weights that no block divides, of all groups, whole or from parts of k, once and again."""
+    import torch
+
+    from twinfer.gpu.kernels import launch, narrow
+    from twinfer.gpu.kernels import rows as row_kernels
+    from twinfer.gpu.kernels.counters import counters
+
+    if not launch.hopper():
+        pytest.skip("only where there is a Hopper GPU")
+    numbers, n, k = torch.Generator().manual_seed(rows), 200, 1024
+    x, bias = (torch.randn(shape, generator=numbers) for shape in ((rows, k), (n,)))
+    x, bias = x.to(device, getattr(torch, dtype)), bias.to(device, getattr(torch, dtype))
+    weight = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=numbers)
+    zeros = torch.randint(0, 16, (n, groups), dtype=torch.uint8, generator=numbers)
+    scale = 0.01 * (torch.rand(n, groups, generator=numbers) + 0.5)
+    q = torch.stack([weight & 15, weight >> 4], 2).reshape(n, groups, k // groups).double()
+    q = q - (zeros.double()[:, :, None] if zero else 8.0)
+    wide = (q * scale.double()[:, :, None]).reshape(n, k).to(device)
+    want = torch.nn.functional.linear(x.double(), wide, bias.double()).to(x.dtype)
+    want = row_kernels.silu_and_mul(want) if gated else want
+    weight, zeros, scale = (y.to(device) for y in (weight, zeros, scale))
+    setting = kernels.config("narrow_tiles", str(launch.power_of_2(rows, 16)))
+    before = dict(setting)
+    try:
+        setting.update(warps=warps, parts=parts, steps=1, stages=4)
+        outs = [torch.empty_like(want) for _ in range(2)]
+        for out in outs:
+            asked = narrow.prepared(
+                x, weight, scale, zeros if zero else None, None, bias, "int4", out
+            )
+            assert narrow.tiles_take(asked)
+            narrow.tiles(asked, gated=gated)
+    finally:
+        setting.clear()
+        setting.update(before)
+    first, second = outs
+    assert torch.equal(first, second)
+    off = (first.double() - want.double()).norm() / want.double().norm()
+    assert off < 3e-3, off
+    assert not counters(x.device).any()
+
+
 def test_when_requests_are_split_together(kernels):
     """Few have all the parts that pay each, and if there are very few, as many as run at once; many
     share what runs at once; none is split where the longest is one part.

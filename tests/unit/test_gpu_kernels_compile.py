@@ -250,9 +250,9 @@ def test_narrow_weights_compile(compiled, rows, kind, group, zeros):
         None,
         kind,
     )
-    fragments = kind == "int4" and group % 128 == 0
-    few = "fragment_kernel" if fragments else "narrow_gemv_kernel"
-    some = "fragment_kernel" if fragments else "narrow_kernel"
+    by_operand = kind == "int4" and group % 128 == 0
+    few = "fragment_kernel" if by_operand else "narrow_gemv_kernel"
+    some = "narrow_tile_kernel" if by_operand else "narrow_kernel"
     by_rows = {1: few, 2: few, 16: some, 300: "widen_kernel"}
     assert compiled == [by_rows[rows]]
 
@@ -311,7 +311,7 @@ def test_mlp_of_fp8_compiles(compiled, rows):
 @pytest.mark.parametrize("rows", [1, 2, 16, 300])
 @pytest.mark.parametrize(("kind", "zeros"), [("int4", False), ("int4", True), ("fp8", False)])
 def test_mlp_of_narrow_weights_compiles(compiled, rows, kind, zeros):
-    """For few rows of int4 the activation has no launch of its own."""
+    """For some rows of int4 the activation has no launch of its own."""
     from twinfer.gpu.kernels import narrow_mlp
 
     dim, inter, dtype = 4096, 1024, torch.uint8 if kind == "int4" else torch.float8_e4m3fn
@@ -323,7 +323,7 @@ def test_mlp_of_narrow_weights_compiles(compiled, rows, kind, zeros):
         pieces += [weight, torch.zeros(n, groups), zero, None]
     narrow_mlp.gated_mlp_grouped(torch.zeros(rows, dim, dtype=torch.bfloat16), *pieces, kind)
     if kind == "int4" and rows <= 16:
-        assert compiled == ["fragment_kernel", "fragment_kernel"]
+        assert compiled == ["fragment_kernel" if rows <= 2 else "narrow_tile_kernel"] * 2
     else:
         product = "narrow_gemv_kernel" if rows <= 2 else "narrow_kernel"
         product = "widen_kernel" if rows == 300 else product
@@ -373,7 +373,7 @@ def test_narrow_experts_compile(compiled, tokens, kind, group, act):
     assert compiled == (few if tokens == 2 else many)
 
 
-@pytest.mark.parametrize("kind", ["int4", "tokens", "attention"])
+@pytest.mark.parametrize("kind", ["int4", "int4 tiles", "tokens", "attention"])
 def test_noted_kernels_are_those_that_are_launched(driver, kind, caplog):
     """A start notes launches as text, and compiles from that: later launches find the kernels."""
     from twinfer.gpu.kernels import attention, narrow
@@ -385,7 +385,10 @@ def test_noted_kernels_are_those_that_are_launched(driver, kind, caplog):
     paging = paged(generator("noted"), "bfloat16", [90, 150], [1, 40], (8, 2), 128, 16, tokens=64)
     calls = {
         "int4": lambda: narrow.linear_grouped(
-            torch.zeros(8, k, dtype=torch.bfloat16), int4, torch.ones(n, 8), None, None, kind
+            torch.zeros(8, k, dtype=torch.bfloat16), int4, torch.ones(n, 8), None, None, "int4"
+        ),
+        "int4 tiles": lambda: narrow.linear_grouped(
+            torch.zeros(20, k, dtype=torch.bfloat16), int4, torch.ones(n, 8), None, None, "int4"
         ),
         "tokens": lambda: narrow.linear_fp8(fp8[:8], fp8, ones, ones, None, "bfloat16"),
         "attention": lambda: attention.paged_attention(**arguments_of("paged_attention", paging)),
@@ -564,3 +567,57 @@ def test_heads_of_512_have_blocks_of_their_own_on_every_chip(monkeypatch, chip, 
     assert setting_of("decode", dtype, 256) == table["chips"][chip][f"decode/{dtype}/256"]
     assert setting_of("decode", dtype, 128) == table["chips"][chip][f"decode/{dtype}"]
     launch.config.cache_clear()
+
+
+@pytest.mark.parametrize("rows", [17, 64, 128])
+@pytest.mark.parametrize("warps", [4, 8])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("zero", "bias", "parts", "dtype"),
+    [
+        (False, False, 1, torch.bfloat16),
+        (True, True, 3, torch.bfloat16),
+        (True, False, 1, torch.float16),
+    ],
+)
+def test_products_of_int4_by_tiles_compile(
+    compiled, monkeypatch, rows, warps, gated, zero, bias, parts, dtype
+):
+    """Weights that no block divides, for Hopper's tensor cores and copy engine."""
+    from twinfer.gpu.kernels import narrow
+
+    n, k = 200, 1024
+    setting = narrow.config("narrow_tiles", str(128 if rows > 64 else 64 if rows > 32 else 32))
+    for name, value in {"warps": warps, "parts": parts, "steps": 1, "stages": 4}.items():
+        monkeypatch.setitem(setting, name, value)
+    asked = narrow.prepared(
+        torch.zeros((rows, k), dtype=dtype),
+        torch.zeros((n, k // 2), dtype=torch.uint8),
+        torch.zeros((n, k // 128)),
+        torch.zeros((n, k // 128), dtype=torch.uint8) if zero else None,
+        None,
+        torch.zeros(n, dtype=dtype) if bias else None,
+        "int4",
+        torch.zeros((rows, n // 2 if gated else n), dtype=dtype),
+    )
+    narrow.tiles(asked, gated=gated)
+    assert compiled == ["narrow_tile_kernel"]
+
+
+@pytest.mark.parametrize("n", [512, 2 * 8448])
+@pytest.mark.parametrize("rows", [9, 32, 64, 128])
+@pytest.mark.parametrize("gated", [False, True])
+def test_products_of_int4_by_tiles_fit(compiled, n, rows, gated):
+    """As `configs.json` has them, in shared memory; fewer rows go to fragments, more to cuBLAS."""
+    from twinfer.gpu.kernels import narrow, narrow_mlp
+
+    def product(rows):
+        x, weight = torch.zeros((rows, 256)).bfloat16(), torch.zeros((n, 128), dtype=torch.uint8)
+        arguments = (x, weight, torch.zeros((n, 2)), None, None, "int4")
+        return narrow_mlp._gated(*arguments) if gated else narrow.linear_grouped(*arguments)
+
+    product(rows)
+    product(8)
+    assert compiled == ["narrow_tile_kernel", "fragment_kernel"]
+    product(129)
+    assert compiled[2] == "widen_kernel"
