@@ -36,8 +36,9 @@ class Implementation:
     (False, or a Refusal that says why not). `host_metadata`: it reads the ragged lengths on the
     host, so they are passed as CPU tensors and no graph can capture it. `opaque`: it launches what
     no compiler can look into (a raw kernel), so that it is an operator of its own in compiled code.
-    `row_invariant`: the bits of a row's result do not depend on how many rows there are, nor on
-    what they hold. `stacked`: it takes weights as one of a stack (JAX's `InStack`), which others
+    `sized`: it is one too, as it takes its way by the number of rows, which compiled code leaves
+    open. `row_invariant`: the bits of a row's result do not depend on how many rows there are, nor
+    on what they hold. `stacked`: it takes weights as one of a stack (JAX's `InStack`), which others
     get taken out of it.
 
     `part`, with the op's parameters, gives what a shard has of a product whose sums run over the
@@ -60,12 +61,18 @@ class Implementation:
     row_invariant: bool = False
     host_metadata: bool = False
     opaque: bool = False
+    sized: bool = False
     stacked: bool = False
     preferred_on: tuple[str, ...] = ()
     dot: str = ""
     required_on: tuple[str, ...] = ()
     only_on: tuple[str, ...] = ()
     part: Callable[..., Any] | None = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is an operator of its own in compiled code."""
+        return self.host_metadata or self.inplace or self.opaque or self.sized
 
     def obstacle(self, platform: str) -> str | None:
         """Why it cannot run here on a platform (empty: any), or None."""

@@ -13,8 +13,9 @@ What runs behind an operator is said by its keyword `plan`, the hash of a plan t
 this process, so that engines with different plans share the operators, whose registration is
 irreversible, without clashing. An empty hash means the native implementations.
 
-Implementations that no graph may look into, because they write in place, read the host or launch a
-raw kernel, are operators of their own: `twinfer_impl::<op>_<provider>`.
+Implementations that no graph may look into, because they write in place, read the host, launch a
+raw kernel or go by the number of rows, are operators of their own:
+`twinfer_impl::<op>_<provider>`.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ _opaque: dict[tuple[str, str], tuple[Implementation, Callable[..., Any]]] = {}
 def bind(plan: Plan, *, compiling: bool = False, wrap: bool = False) -> Any:
     """A namespace of the plan's ops.
 
-    Plain functions by default; when `compiling`, those that write in place, read the host or launch
-    raw kernels are opaque operators. With `wrap`, every call is one operator `twinfer::<op>`. On
+    Plain functions by default; when `compiling`, those that are `closed` (`Implementation`) are
+    opaque operators. With `wrap`, every call is one operator `twinfer::<op>`. On
     all roads a call of an op whose planned implementation writes in place gives its activations
     away; a composition's own calls do not, but for the state that it was given. Raises OpError.
     """
@@ -86,7 +87,7 @@ def bind(plan: Plan, *, compiling: bool = False, wrap: bool = False) -> Any:
 
     def choose(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
         choice = plan[op.name].implementation
-        if compiling and (choice.host_metadata or choice.inplace or choice.opaque):
+        if compiling and choice.closed:
             function = opaque(op, choice)
         if not choice.inplace or op.state:
             return function

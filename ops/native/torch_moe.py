@@ -16,7 +16,7 @@ MAX_GATHER = 1 << 26
 """Entries of weights that are brought together at a time: bounds the memory that a step needs."""
 
 
-@implement("grouped_matmul", provider="native", framework="torch")
+@implement("grouped_matmul", provider="native", framework="torch", sized=True)
 def grouped_matmul(x: Array, weight: Array, group_sizes: Array) -> Array:
     """See the op: blocks of rows, each of one expert, as one batch of products."""
     rows = x.shape[0]

@@ -69,14 +69,24 @@ def test_traced_layers_give_the_tokens_of_eager_ones(device, eager, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gemma4-small"])
-def test_traced_layers_take_any_number_of_tokens(device, name, tmp_path):
-    """What each layer has of its own, an embedding of each token, is as open as the rest."""
+@pytest.mark.parametrize(
+    ("name", "traced"),
+    [
+        ("gemma4-small", {"level": 1}),
+        ("mixtral", {"level": 1}),
+    ],
+    ids=["embeddings of layers", "experts"],
+)
+def test_traced_layers_take_any_number_of_tokens(device, name, traced, tmp_path):
+    """What each layer has of its own, an embedding of each token, is as open as the rest; so is how
+    many blocks of rows the experts have.
+    """
     build(name, str(tmp_path / "it"))
-    prompts = [{"prompt_token_ids": list(range(1, n))} for n in (4, 18, 41)]
+    prompts = [{"prompt_token_ids": list(range(1, n))} for n in (4, 8, 18, 41)]
     made = []
-    for level in (0, 1):
-        options = with_cache(device, tmp_path, {"compile_level": level, "max_model_len": 64})
+    for config in ({"level": 0}, traced):
+        options = {"compilation_config": config, "max_model_len": 64}
+        options = with_cache(device, tmp_path, options)
         with LLM(str(tmp_path / "it"), **options) as llm:
             outputs = llm.generate(prompts, GREEDY)
             made.append([output.outputs[0].token_ids for output in outputs])
