@@ -66,6 +66,7 @@ def split_graph(graph: fx.GraphModule, ops: Sequence[str]) -> tuple[fx.GraphModu
             f"splitting_ops: got {', '.join(ops) or 'none'}, and the traced graph calls none of "
             "them"
         )
+    _compute_in_each(graph.graph, place)
     # The order is kept as it stands: writes into the cache are no data dependency.
     whole = split_module(graph, graph, lambda node: place[node], keep_original_order=True)
     parts = []
@@ -76,6 +77,26 @@ def split_graph(graph: fx.GraphModule, ops: Sequence[str]) -> tuple[fx.GraphModu
                 Part(str(node.target), getattr(whole, str(node.target)), number in splitting)
             )
     return whole, parts
+
+
+def _compute_in_each(graph: fx.Graph, place: dict[fx.Node, int]) -> None:
+    """Have every part compute the numbers that it reads. Dynamo computes each once, in the first
+    part that needs it, and between the parts there shall be tensors and their sizes only.
+    """
+    # What a copy reads stands before it, so its turn is still to come.
+    for node in reversed(list(graph.nodes)):
+        if node.op != "call_function" or not isinstance(node.meta.get(VALUE), torch.SymInt):
+            continue
+        copies = {place[node]: node}
+        for user in sorted(node.users):
+            if user not in place:  # the output
+                continue
+            part = place[user]
+            if part not in copies:
+                with graph.inserting_before(user):
+                    copies[part] = graph.node_copy(node)
+                place[copies[part]] = part
+            user.replace_input_with(node, copies[part])
 
 
 @dataclass(frozen=True, slots=True)

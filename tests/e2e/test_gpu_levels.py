@@ -74,8 +74,9 @@ def test_traced_layers_give_the_tokens_of_eager_ones(device, eager, tmp_path):
     [
         ("gemma4-small", {"level": 1}),
         ("mixtral", {"level": 1}),
+        ("mixtral", {"level": 3, "road": "piecewise", "use_inductor": False}),
     ],
-    ids=["embeddings of layers", "experts"],
+    ids=["embeddings of layers", "experts", "experts piecewise"],
 )
 def test_traced_layers_take_any_number_of_tokens(device, name, traced, tmp_path):
     """What each layer has of its own, an embedding of each token, is as open as the rest; so is how

@@ -32,6 +32,10 @@ RAW = dict(
     max_position_embeddings=64,
     rms_norm_eps=1e-3, tie_word_embeddings=True, torch_dtype="float32",
 )  # fmt: skip
+EXPERTS = RAW | dict(
+    architectures=["MixtralForCausalLM"], model_type="mixtral",
+    num_local_experts=3, num_experts_per_tok=2, tie_word_embeddings=False,
+)  # fmt: skip
 TABLE = Table((1, 2, 4), (16, 32), 4)
 EAGER = ResolvedCompilation(level=3, road="piecewise")
 PAGES = 12
@@ -40,8 +44,8 @@ PAGES = 12
 class Model:
     """Random weights, a cache, and batches of requests at random positions."""
 
-    def __init__(self):
-        self.model = parse_config(RAW)
+    def __init__(self, raw=RAW):
+        self.model = parse_config(raw)
         options = dict(
             model="x", backend="torch", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32
         )
@@ -135,6 +139,14 @@ def test_pieces_run_eagerly_are_the_model_bit_by_bit(tiny):
         ids, batch, _ = tiny.inputs(d)
         with pytest.raises(OutsideTable):
             built(ids, tiny.kv(), batch, d.kind, query_len)
+
+
+def test_pieces_with_experts_are_the_model_bit_by_bit():
+    """Experts take blocks of 16 rows in steps of 16 tokens, and of 32 in those of 32."""
+    experts = Model(EXPERTS)
+    built = experts.build(EAGER)
+    assert experts.compare(built) == 0
+    assert (built.pieces["mixed"], built.pieces["mixed, different"]) == (5, 3)
 
 
 SMALL = Table((2, 4), (16,), 4)
