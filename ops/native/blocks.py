@@ -32,11 +32,11 @@ SUMS = {
 """Ops that sum within a row: the arguments that have rows."""
 
 
-def register_sums(framework: Framework, by_block: ByBlock) -> None:
+def register_sums(framework: Framework, by_block: ByBlock, **properties: Any) -> None:
     """Register an implementation of each of them that runs its reference block by block."""
     for name in SUMS:
         run = named(REGISTRY[name], partial(_run, name, framework, by_block))
-        implement(name, provider=ROWS, framework=framework, row_invariant=True)(run)
+        implement(name, provider=ROWS, framework=framework, row_invariant=True, **properties)(run)
 
 
 def _run(name: str, framework: Framework, by_block: ByBlock, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from .blocks import QUERY_BLOCK, ROW_BLOCK, register_sums
 
 SLOT_BLOCK = 128
 
-rows = partial(implement, provider=ROWS, framework="torch", row_invariant=True)
+rows = partial(implement, provider=ROWS, framework="torch", row_invariant=True, sized=True)
 
 
 def _by_block(run: Callable[..., Any], size: int, *arrays: torch.Tensor) -> Any:
@@ -35,7 +35,7 @@ def _by_block(run: Callable[..., Any], size: int, *arrays: torch.Tensor) -> Any:
     return torch.cat(found)[:count]
 
 
-register_sums("torch", _by_block)
+register_sums("torch", _by_block, sized=True)
 
 
 @rows("linear")

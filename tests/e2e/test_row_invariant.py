@@ -99,6 +99,18 @@ def test_loops_and_prefix_hits_change_no_bit(backend, device, tmp_path):
         assert changed == 0, more
 
 
+def test_traced_layers_have_its_bits(device, tmp_path):
+    build("qwen3", str(tmp_path / "it"))
+    found = []
+    for level in (0, 1):
+        options = SIZES | {"dtype": "bfloat16", "demand": DEMAND, "compile_level": level}
+        options |= {"backend": "torch", "device": device, "row_invariant": True}
+        with LLM(str(tmp_path / "it"), **options) as llm:
+            requests = list(workload(llm.engine.model.vocab_size))
+            found.append(served(llm, [range(8)], requests))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
