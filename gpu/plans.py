@@ -7,12 +7,14 @@ from functools import partial
 
 from ..bucketing import Descriptor
 from ..ops import Plan, Plans, resolve
+from ..ops.native.torch_parallel import planning_for_ranks
 from ..ops.recording import Call
 from ..shared.config import ResolvedConfig
 from ..shared.models import decoder
 from ..shared.models.calls import plan_programs
 from ..shared.models.config import ModelConfig
-from ..shared.models.spec import Model
+from ..shared.models.placement import shard_config
+from ..shared.models.spec import Model, Shard
 from ..shared.models.stages import is_replaced
 from . import cpu_kernels, kernels  # noqa: F401 - registers the providers "c" and "triton"
 from .recording import record as record_programs
@@ -34,7 +36,12 @@ def chooser(config: ResolvedConfig) -> Callable[..., Plan]:
 
 
 def make_plans(model: ModelConfig, config: ResolvedConfig) -> Plans:
-    """Choose implementations for the calls of all programs. Raises OpError."""
+    """Choose implementations for the calls of all programs, on one shard: of a model whose `shard`
+    is not named, on any, as all make the same calls. Raises OpError.
+    """
+    if model.shard is None and config.tensor_parallel_size > 1:
+        with planning_for_ranks():
+            return make_plans(shard_config(model, Shard(0, config.tensor_parallel_size)), config)
     return plan_programs(model, chooser(config), lambda kind: record(model, config, kind))
 
 

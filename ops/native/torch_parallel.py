@@ -6,6 +6,8 @@ all shards has them anyway.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from ..namespaces import namespace
 from ..reference.quantization import largest_of_rows, scale_of
 
 _group: Any = None
+_plans_for_ranks = False
 # Its name since torch 2.13.
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
@@ -33,8 +36,19 @@ def group() -> Any:
 
 
 def in_group() -> bool:
-    """Whether this process is one of several ranks."""
-    return _group is not None
+    """Whether this process is one of several ranks, or chooses for them what they run."""
+    return _group is not None or _plans_for_ranks
+
+
+@contextmanager
+def planning_for_ranks() -> Iterator[None]:
+    """Have a process that is no rank choose implementations as one."""
+    global _plans_for_ranks
+    before, _plans_for_ranks = _plans_for_ranks, True
+    try:
+        yield
+    finally:
+        _plans_for_ranks = before
 
 
 def gathered(x: Array) -> Array:

@@ -301,6 +301,18 @@ def test_the_plan_of_shards_that_are_given_heads_of_zeros(capsys):
     assert kind["chosen"] == {"decode": "native", "mixed": "native"}
 
 
+def test_the_plan_of_several_ranks_is_that_of_each(capsys):
+    """With the sums over ranks, and the embedding of a rank's own words."""
+    words = [*SMALL, "--tp", "2", "--device", "cpu"]
+    assert main(["plan", "demo", "--backend", "torch", "--json", *words]) == 0
+    record = json.loads(capsys.readouterr().out)
+    layers = {row["op"] for row in record["ops"] if row["kind"] == "decode"}
+    assert {"all_reduce", "reduce_add_rms_norm", "vocab_parallel_embedding"} <= layers
+    assert "embedding" not in layers
+    (kind,) = record["layer_kinds"]
+    assert kind["attention"] == "4 heads of 64, all tokens"
+
+
 def test_the_plan_of_quantised_weights_is_that_of_the_engine(capsys):
     words = [*SMALL, "--quantization", "int4_g32", "--device", "cpu"]
     assert main(["plan", "demo", "--backend", "torch", "--json", *words]) == 0

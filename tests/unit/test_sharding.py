@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from twinfer.gpu.plans import make_plans
 from twinfer.ops import resolve as plan
 from twinfer.ops.namespaces import namespace
 from twinfer.ops.recording import Recorder
@@ -25,11 +27,11 @@ from twinfer.shared.weights import pieces
 CPU = DeviceInfo("cpu", "cpu", 1 << 40)
 
 
-def resolved(name, shards=1):
+def resolved(name, shards=1, **options):
     model = load_config(model_folder(name))
     config = EngineConfig(
         model=name, backend="torch", device="cpu", max_model_len=64, load_format="dummy",
-        tensor_parallel_size=shards,
+        tensor_parallel_size=shards, **options,
     )  # fmt: skip
     return model, resolve(config, model, CPU)[0]
 
@@ -64,6 +66,24 @@ def test_a_model_states_two_sums_a_layer_and_one_of_its_embeddings(name, shards)
     assert calls.count("all_reduce") == 2 * model.num_layers + 1
     assert "embedding" not in calls
     assert calls_of_a_pass(model, config).count("all_reduce") == 0
+
+
+@pytest.mark.parametrize("name", ["demo", "mixtral-8x7b"])
+def test_the_plans_of_a_model_on_ranks_are_those_of_each(name):
+    model, config = resolved(name, 2)
+    ranks = [shard_config(model, Shard(index, 2)) for index in range(2)]
+    plans = [make_plans(each, config) for each in (model, *ranks)]
+    assert "all_reduce" in plans[0]["decode"]
+    assert len({each.hash for each in plans}) == 1
+
+
+def test_the_plans_of_a_model_on_ranks_have_the_sums_of_ranks(monkeypatch):
+    """The library that adds up on GPUs is there for ranks alone."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model, config = resolved("demo", 2, op_priority={"all_reduce": ["nccl"]})
+    assert make_plans(model, config)["decode"]["all_reduce"].provider == "nccl"
+    here = make_plans(shard_config(model, Shard(0, 2)), config)
+    assert here["decode"]["all_reduce"].provider == "native"
 
 
 def test_small_embeddings_of_layers_are_one_more_sum():
