@@ -232,12 +232,11 @@ def _check_shards(config: EngineConfig, model: ModelConfig) -> None:
         )
     _check_experts(config, model)
     check_pieces(parameters_of(model), model, config.tensor_parallel_size)
-    if config.backend == "torch" and config.tensor_parallel_size > 1:
-        _check_own_pieces(config, model)
+    _check_own_pieces(config, model)
 
 
 def _check_own_pieces(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError where a rank would have no whole groups or bytes of a narrow weight."""
+    """Raise ConfigError where a shard would have no whole groups or bytes of a narrow weight."""
     size = config.tensor_parallel_size
     try:
         parameters_of(local_config(model, size))

@@ -79,10 +79,11 @@ def test_ranks_hold_the_bits_of_one_process(scheme, monkeypatch):
         ("int8_weights", 602, "the rows of down have 301 entries on each device, allowed are even"),
     ],
 )
-def test_what_cannot_be_dealt_out_is_refused_with_its_numbers(scheme, width, words):
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_what_cannot_be_dealt_out_is_refused_with_its_numbers(backend, scheme, width, words):
     model, _ = with_quantization(replace(DEMO, intermediate_size=width), scheme)
     config = EngineConfig(
-        model="demo", backend="torch", device="cpu", tensor_parallel_size=2, quantization=scheme
+        model="demo", backend=backend, device="cpu", tensor_parallel_size=2, quantization=scheme
     )
     with pytest.raises(ConfigError, match=f"tensor_parallel_size: got 2, .*{words}"):
         resolve(config, model, DeviceInfo("cpu", "cpu", 1 << 40))
