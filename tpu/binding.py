@@ -7,7 +7,7 @@ kernels, and ops whose columns are dealt out by `sharding.place`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -113,6 +113,14 @@ def _spec(op: Op, axes: Axes, rank: int) -> P:
     return P(*[None] * (rank - len(dealt)), *dealt) if any(dealt) else REPLICATED
 
 
+def _parted(op: Op, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of a call by name: those that are the same on all shards, None among them, and
+    the arrays.
+    """
+    fixed = {name: x for name, x in given.items() if name in op.static_parameters or x is None}
+    return fixed, {name: x for name, x in given.items() if name not in fixed}
+
+
 def _projection(op: Op, whole: Any, part: Any, mesh: Mesh) -> Callable[..., Any]:
     """A product with a narrow weight, an `InStack`, by an implementation and its `part`. Parts of
     sums are added in float32, then comes the bias, and the result is rounded once: as where XLA
@@ -131,12 +139,11 @@ def _projection(op: Op, whole: Any, part: Any, mesh: Mesh) -> Callable[..., Any]
             # A row has one scale, also where its entries are dealt out.
             x, scale = quantize_fp8_dynamic(namespace("jax"), given["x"], "row", 0)
             given |= {"x": x, "x_scale": scale}
-        fixed = {name: given[name] for name in op.static_parameters}
-        arrays = {n: x for n, x in given.items() if n not in fixed and x is not None}
+        fixed, arrays = _parted(op, given)
         dtype = given.get("dtype", given["x"].dtype)
 
         def shard(*values: Any) -> Any:
-            own = dict.fromkeys(given) | fixed | dict(zip(arrays, values, strict=True))
+            own = fixed | dict(zip(arrays, values, strict=True))
             if not of_sum:
                 return whole(**own)
             bias = own.pop("bias")
@@ -157,8 +164,11 @@ def _side(name: str, x: Any, dealt: int | None) -> Any:
     """
     if name == "bias":
         return P("tp") if dealt == 0 else REPLICATED
-    whole = dealt is None or x.shape[dealt] == 1 or (dealt == 0 and name in ("x", "x_scale"))
-    spec = REPLICATED if whole else P(*("tp" if axis == dealt else None for axis in range(2)))
+    of_tokens = name in ("x", "x_scale")  # whose rows are not those of the weight
+    if dealt is None or x.shape[dealt] == 1 or (dealt == 0 and of_tokens):
+        spec = REPLICATED
+    else:
+        spec = P("tp", None) if dealt == 0 else P(None, "tp")
     return _spec_in_stack(x, spec) if isinstance(x, InStack) else spec
 
 
@@ -177,12 +187,7 @@ def _sharded(op: Op, function: Callable[..., Any], mesh: Mesh) -> Callable[..., 
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = op.signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        fixed = {
-            name: x
-            for name, x in bound.arguments.items()
-            if name in op.static_parameters or x is None
-        }
-        arrays = {name: x for name, x in bound.arguments.items() if name not in fixed}
+        fixed, arrays = _parted(op, bound.arguments)
 
         def shard(*values: Any) -> Any:
             own = _with_own_experts(op, dict(zip(arrays, values, strict=True)))

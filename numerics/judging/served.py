@@ -46,7 +46,9 @@ class Row:
         error = float(np.sqrt(np.mean(self.errors**2)))
         if not np.isfinite(error):
             return float("inf")
-        return error / self.noise if self.noise else float("inf" if error else 0.0)
+        if not self.noise:
+            return float("inf") if error else 0.0
+        return error / self.noise
 
     def may_be_wrong(self, mode: Mode) -> bool:
         """Whether the position may be off by more than it is allowed in a run of any length."""
