@@ -528,12 +528,13 @@ def fragments(product: Product, *, gated: bool = False) -> None:
 def tiles_take(product: Product) -> bool:
     """Whether `narrow_tile_kernel` takes so many rows of this kind."""
     rows, _, k = product.sizes
-    x, group = product.x, product.group
-    if not hopper() or product.kind != "int4" or rows > MOST_TILE_ROWS:
+    x, kinds = product.x, ("int4", "int8")
+    if not hopper() or product.kind not in kinds or product.x_scale is not None:
         return False
     halves = dtype_name(x) in ("bfloat16", "float16")
-    whole = k % 128 == 0 and group % 128 == 0
-    return halves and whole and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    whole = k % 128 == 0 and product.group % 128 == 0
+    aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    return halves and whole and aligned and 2 < rows <= MOST_TILE_ROWS
 
 
 def tiles(product: Product, *, gated: bool = False) -> None:
@@ -548,6 +549,10 @@ def tiles(product: Product, *, gated: bool = False) -> None:
     wide = ["wide"] if n >= 128 * processors() else []
     setting = config("narrow_tiles", *wide, str(block_m))
     block_n, out = 16 * setting["warps"], product.out
+    int4 = product.kind == "int4"
+    weight = product.weight.view(torch.int32 if int4 else torch.int16)
+    block = [block_n // 2 if gated else block_n, 16 if int4 else 64]
+    swizzled = NVMMASharedLayout(64, 32, 2) if int4 else NVMMASharedLayout(128, 16, 2)
     blocks = triton.cdiv(n, block_n)
     n = n // 2 if gated else n
     most = max(1, setting["programs"] * processors() // blocks)
@@ -560,13 +565,10 @@ def tiles(product: Product, *, gated: bool = False) -> None:
         arrived = counters(out.device)
     _, _, scale, zero, _, bias, _ = product.arrays
     narrow_tile_kernel[(blocks, parts)](
-        TensorDescriptor.from_tensor(
-            product.weight.view(torch.int32), [block_n // 2 if gated else block_n, 16],
-            NVMMASharedLayout(64, 32, 2),
-        ),
+        TensorDescriptor.from_tensor(weight, block, swizzled),
         TensorDescriptor.from_tensor(product.x, [block_m, 128], NVMMASharedLayout(128, 16, 2)),
         scale, zero, bias, out, sums, arrived, rows,
-        N=n, K=k, GROUP=product.group, HAS_ZERO=product.zero is not None,
+        N=n, K=k, KIND=product.kind, GROUP=product.group, HAS_ZERO=product.zero is not None,
         HAS_BIAS=product.bias is not None, GATED=gated, PARTS=parts, BLOCK_M=block_m,
         BLOCK_N=block_n, STAGES=setting["stages"], num_warps=setting["warps"],
         maxnreg=setting["registers"], **overlap(early=True),

@@ -1,11 +1,11 @@
-"""Products of some rows with a weight [n k] of int4 on Hopper: warps that widen and multiply, and
-one that fetches.
+"""Products of some rows with a weight [n k] of int4 or int8 on Hopper: warps that widen and
+multiply, and one that fetches.
 
 The weight is the left operand, which tensor cores take from registers; the rows are in shared
-memory, for all warps of a program. A register of the operand has two neighbours of k, thread t of
-four those that byte t of a word of eight stands for: so each reads all words, and takes its byte.
-The copy engine brings blocks of the weight before the inputs are there. k may be split among
-programs, the last of which to arrive adds the parts in their order.
+memory, for all warps of a program. A register of the operand has two neighbours of k: of int4 a
+byte, where thread t of four has byte t of each word, which all four read; of int8 half a word. The
+copy engine brings blocks of the weight before the inputs are there. k may be split among programs,
+the last of which to arrive adds the parts in their order.
 """
 
 import triton.language as tl
@@ -29,7 +29,7 @@ BLOCK_K = gl.constexpr(128)
 """Entries of k in a block: groups of the weight are of multiples of them."""
 # Byte t of a word at the bytes 0 and 2: q and 16 q times the smallest number of the dtype, as it
 # has no exponent. Times powers of two, less zero: (q - zero) units, exactly.
-BYTE_BFLOAT16 = gl.constexpr(
+INT4_BFLOAT16 = gl.constexpr(
     """{ .reg .b32 a, x;
     mov.b32 x, 0x7D007F00;
     prmt.b32 a, $2, 0, $3;
@@ -37,16 +37,51 @@ BYTE_BFLOAT16 = gl.constexpr(
     fma.rn.bf16x2 a, a, x, $4;
     mov.b32 {$0, $1}, a; }"""
 )
-BYTE_FLOAT16 = gl.constexpr(
-    BYTE_BFLOAT16.value.replace("bf16x2", "f16x2").replace("0x7D007F00", "0x68007800")
+INT4_FLOAT16 = gl.constexpr(
+    INT4_BFLOAT16.value.replace("bf16x2", "f16x2").replace("0x7D007F00", "0x68007800")
+)
+# q + 128 times the smallest number, which up to 255 has no exponent or the first one.
+INT8_BFLOAT16 = gl.constexpr(
+    """{ .reg .b32 a, x;
+    mov.b32 x, 0x7F007F00;
+    cvt.u32.u16 a, $2;
+    xor.b32 a, a, 0x8080;
+    prmt.b32 a, a, 0, 0x4140;
+    fma.rn.bf16x2 a, a, x, $3;
+    mov.b32 {$0, $1}, a; }"""
+)
+INT8_FLOAT16 = gl.constexpr(
+    INT8_BFLOAT16.value.replace("bf16x2", "f16x2").replace("0x7F007F00", "0x78007800")
 )
 
 
 @gluon.constexpr_function
-def words_layout(warps):
-    """Which thread reads what of [rows, words, byte]: words of 8 entries, a byte of which is one of
-    four threads'. A warp has 16 rows.
+def stored(kind):
+    """How many neighbours of k an element of the array has: int4 lies in words, int8 in halves."""
+    return 8 if kind == "int4" else 2
+
+
+@gluon.constexpr_function
+def elements_layout(warps, of_warp, kind):
+    """Which thread reads what of a block of k of [rows, elements]: a warp has 8 or 16 rows, and a
+    thread each eighth. Of int4, four threads read the same.
     """
+    count = BLOCK_K.value // stored(kind)
+    own = [[0, 0], [0, 0]] if kind == "int4" else [[0, 1], [0, 2]]
+    first = 1 if kind == "int4" else 4
+    places = [[0, first << i] for i in range((count // first).bit_length() - 1)]
+    return DistributedLinearLayout(
+        [*places, *([[8, 0]] if of_warp == 16 else [])],
+        [*own, [1, 0], [2, 0], [4, 0]],
+        [[of_warp << i, 0] for i in range(warps.bit_length() - 1)],
+        [],
+        [of_warp * warps, count],
+    )
+
+
+@gluon.constexpr_function
+def bytes_layout(warps):
+    """Which thread has what of [rows, words, byte] of int4."""
     words = BLOCK_K.value // 8
     return DistributedLinearLayout(
         [*([0, 1 << i, 0] for i in range(words.bit_length() - 1)), [8, 0, 0]],
@@ -57,34 +92,22 @@ def words_layout(warps):
     )
 
 
-@gluon.constexpr_function
-def half_layout(warps):
-    """The same of [rows, words] where each warp has 8 rows; four threads read the same."""
-    words = BLOCK_K.value // 8
-    return DistributedLinearLayout(
-        [[0, 1 << i] for i in range(words.bit_length() - 1)],
-        [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
-        [[8 << i, 0] for i in range(warps.bit_length() - 1)],
-        [],
-        [8 * warps, words],
-    )
-
-
 @gluon.jit
-def _words(tiles, stage, BLOCK_N: gl.constexpr, GATED: gl.constexpr, WORDS: gl.constexpr):
-    """The words [BLOCK_N BLOCK_K/8] of a block of the weight. With GATED the tile has gates, and
+def _elements(tiles, stage, BLOCK_N: gl.constexpr, KIND: gl.constexpr, GATED: gl.constexpr):
+    """A block [BLOCK_N, BLOCK_K] of the weight, as it is stored. With GATED the tile has gates, and
     then as many rows of what goes with them: rows r and r + 8, which are one thread's, are a pair.
     """
+    ALL: gl.constexpr = elements_layout(gl.num_warps(), 16, KIND)
+    count: gl.constexpr = BLOCK_K // stored(KIND)
     if GATED:
-        half: gl.constexpr = BLOCK_N // 2
-        HALF: gl.constexpr = half_layout(gl.num_warps())
+        HALF: gl.constexpr = elements_layout(gl.num_warps(), 8, KIND)
         gate = tiles.index(2 * stage).load(HALF)
         up = tiles.index(2 * stage + 1).load(HALF)
-        pairs = gl.join(gate, up).reshape([half // 8, 8, BLOCK_K // 8, 2])
-        words = pairs.permute([0, 3, 1, 2]).reshape([BLOCK_N, BLOCK_K // 8])
-        return gl.convert_layout(words, gl.SliceLayout(2, WORDS), assert_trivial=True)
+        pairs = gl.join(gate, up).reshape([BLOCK_N // 16, 8, count, 2])
+        both = pairs.permute([0, 3, 1, 2]).reshape([BLOCK_N, count])
+        return gl.convert_layout(both, ALL, assert_trivial=True)
     else:
-        return tiles.index(stage).load(gl.SliceLayout(2, WORDS))
+        return tiles.index(stage).load(ALL)
 
 
 @gluon.jit
@@ -100,39 +123,57 @@ def _ask(
 
 
 @gluon.jit
-def _operand(words, base, rows: gl.constexpr, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """q - zero units [rows BLOCK_K] of words [rows BLOCK_K/8]. `base` is -zero units twice."""
-    t = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
-    # Bytes 1 and 3 are masked.
-    byte = t | (t << 8)
-    words = gl.expand_dims(words, 2)
-    if dtype == gl.bfloat16:
+def _operand(elements, base, rows: gl.constexpr, KIND: gl.constexpr, dtype: gl.constexpr):
+    """q - zero units [rows BLOCK_K] of a block as it is stored. `base` [rows 1] is -zero units
+    twice.
+    """
+    if KIND == "int4":
+        BYTES: gl.constexpr = bytes_layout(gl.num_warps())
+        WORDS: gl.constexpr = gl.SliceLayout(2, BYTES)
+        t = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, BYTES)))[None, None, :]
+        words = gl.expand_dims(gl.convert_layout(elements, WORDS, assert_trivial=True), 2)
+        of_words = gl.expand_dims(gl.convert_layout(base, WORDS, assert_trivial=True), 2)
+        byte = t | (t << 8)  # bytes 1 and 3 are masked
+        if dtype == gl.bfloat16:
+            low, high = gl.inline_asm_elementwise(
+                INT4_BFLOAT16, "=h,=h,r,r,r", [words, byte, of_words], dtype=(gl.bfloat16,) * 2,
+                is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            low, high = gl.inline_asm_elementwise(
+                INT4_FLOAT16, "=h,=h,r,r,r", [words, byte, of_words], dtype=(gl.float16,) * 2,
+                is_pure=True, pack=1,
+            )  # fmt: skip
+    elif dtype == gl.bfloat16:
         low, high = gl.inline_asm_elementwise(
-            BYTE_BFLOAT16, "=h,=h,r,r,r", [words, byte, base], dtype=(gl.bfloat16,) * 2,
-            is_pure=True, pack=1,
+            INT8_BFLOAT16, "=h,=h,h,r", [elements, base], dtype=(gl.bfloat16,) * 2, is_pure=True,
+            pack=1,
         )  # fmt: skip
     else:
         low, high = gl.inline_asm_elementwise(
-            BYTE_FLOAT16, "=h,=h,r,r,r", [words, byte, base], dtype=(gl.float16,) * 2,
-            is_pure=True, pack=1,
+            INT8_FLOAT16, "=h,=h,h,r", [elements, base], dtype=(gl.float16,) * 2, is_pure=True,
+            pack=1,
         )  # fmt: skip
     return gl.join(low, high).reshape([rows, BLOCK_K])
 
 
 @gluon.jit
 def _fetch(
-    weight, x, tiles, bars, first, steps, n, N: gl.constexpr, GATED: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+    weight, x, tiles, bars, first, steps, n, N: gl.constexpr, KIND: gl.constexpr,
+    GATED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Bring `steps` blocks of k, from number `first` on."""
     ready, empty = bars
     w_tiles, x_tiles = tiles
-    words: gl.constexpr = BLOCK_K // 8
-    size: gl.constexpr = BLOCK_N * BLOCK_K // 2 + BLOCK_M * BLOCK_K * 2
+    count: gl.constexpr = BLOCK_K // stored(KIND)
+    size: gl.constexpr = (
+        BLOCK_N * count * weight.dtype.primitive_bitwidth // 8 + BLOCK_M * BLOCK_K * 2
+    )
     ahead = gl.minimum(steps, STAGES)
     for i in range(ahead):
         mbarrier.expect(ready.index(i), size)
-        _ask(weight, w_tiles, ready.index(i), n, (first + i) * words, i, N, GATED)
+        _ask(weight, w_tiles, ready.index(i), n, (first + i) * count, i, N, GATED)
     if OVERLAP:
         gdc_wait()
     for i in range(ahead):
@@ -144,16 +185,16 @@ def _fetch(
         bar = ready.index(stage)
         mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
         mbarrier.expect(bar, size)
-        _ask(weight, w_tiles, bar, n, (first + i) * words, stage, N, GATED)
+        _ask(weight, w_tiles, bar, n, (first + i) * count, stage, N, GATED)
         tma.async_copy_global_to_shared(x, [0, (first + i) * BLOCK_K], bar, x_tiles.index(stage))
 
 
 @gluon.jit
 def _multiply(
     scale, zero, bias, out, sums, arrived, tiles, bars, block, part, first, steps, rows,
-    N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr,
-    HAS_BIAS: gl.constexpr, GATED: gl.constexpr, PARTS: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
+    HAS_ZERO: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr, PARTS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A block of results of all rows, or its sum over a part of k."""
     w_tiles, x_tiles = tiles
@@ -163,13 +204,14 @@ def _multiply(
     groups: gl.constexpr = K // GROUP
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_M, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    WORDS: gl.constexpr = words_layout(gl.num_warps())
+    ALL: gl.constexpr = elements_layout(gl.num_warps(), 16, KIND)
+    zero_of: gl.constexpr = 8.0 if KIND == "int4" else 128.0
     results: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     i = gl.arange(0, BLOCK_N, gl.SliceLayout(1, ACC))
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, ACC))
     n, row = rows_of(i, block * results, N, GATED)
     of_scale = scale + row.to(gl.int64) * groups
-    r = gl.arange(0, BLOCK_N, gl.SliceLayout(1, gl.SliceLayout(2, WORDS)))
+    r = gl.arange(0, BLOCK_N, gl.SliceLayout(1, ALL))
     n_zero, row_zero = rows_of(r, block * results, N, GATED)
     of_zero = zero + row_zero.to(gl.int64) * groups
     nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
@@ -180,15 +222,13 @@ def _multiply(
         share = gl.load(of_scale + group, mask=(n < N) & (group < groups), other=0.0)
         if HAS_ZERO:
             own = gl.load(of_zero + group, mask=(n_zero < N) & (group < groups), other=0)
-            own = gl.expand_dims(gl.expand_dims(own.to(gl.float32), 1), 2)
-            base = twice(own * (-1.0 / units), dtype)
+            base = twice(own[:, None].to(gl.float32) * (-1.0 / units), dtype)
         else:
-            base = twice(gl.full([1, 1, 1], -8.0 / units, gl.float32, WORDS), dtype)
+            base = twice(gl.full([BLOCK_N, 1], -zero_of / units, gl.float32, ALL), dtype)
         mbarrier.wait(ready.index(stage), step // STAGES & 1)
-        words = _words(w_tiles, stage, BLOCK_N, GATED, WORDS)
-        a = gl.convert_layout(
-            _operand(words, base, BLOCK_N, dtype, WORDS), LEFT, assert_trivial=True
-        )
+        elements = _elements(w_tiles, stage, BLOCK_N, KIND, GATED)
+        a = _operand(elements, base, BLOCK_N, KIND, dtype)
+        a = gl.convert_layout(a, LEFT, assert_trivial=True)
         x_tile = x_tiles.index(stage).permute((1, 0))
         now = warpgroup_mma(a, x_tile, nothing, use_acc=False, is_async=True)
         now = warpgroup_mma_wait(0, deps=(now,))
@@ -225,14 +265,14 @@ def _multiply(
 @gluon.jit(do_not_specialize=["rows"])
 def narrow_tile_kernel(
     weight, x, scale, zero, bias, out, sums, arrived, rows, N: gl.constexpr, K: gl.constexpr,
-    GROUP: gl.constexpr, HAS_ZERO: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr,
-    PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr, HAS_BIAS: gl.constexpr,
+    GATED: gl.constexpr, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Grid (block of results, part of k). Programs have BLOCK_N rows of the weight, 16 for each
-    warp. `weight` describes blocks of words, of BLOCK_K entries of these rows or, with GATED, of
-    half as many, and `x` blocks [BLOCK_M, BLOCK_K] of all rows. Scales [n k/GROUP], zeros likewise.
-    `sums` takes [part, block, BLOCK_N, BLOCK_M].
+    warp. `weight` describes blocks of words (int4) or halves (int8), of BLOCK_K entries of these
+    rows or, with GATED, of half as many, and `x` blocks [BLOCK_M, BLOCK_K] of all rows. Scales
+    [n k/GROUP], zeros likewise. `sums` takes [part, block, BLOCK_N, BLOCK_M].
 
     GATED: silu(result n) * result N + n, of a weight [2N k]; both are rounded as they are where
     they are stored.
@@ -245,7 +285,7 @@ def narrow_tile_kernel(
     steps = (part + 1) * ALL // PARTS - first
     BARS: gl.constexpr = mbarrier.MBarrierLayout()
     each: gl.constexpr = 2 if GATED else 1
-    shape: gl.constexpr = [each * STAGES, BLOCK_N // each, BLOCK_K // 8]
+    shape: gl.constexpr = [each * STAGES, BLOCK_N // each, BLOCK_K // stored(KIND)]
     w_tiles = gl.allocate_shared_memory(weight.dtype, shape, weight.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARS)
@@ -258,11 +298,11 @@ def narrow_tile_kernel(
         [
             (_multiply, (
                 scale, zero, bias, out, sums, arrived, tiles, bars, block, part, first, steps, rows,
-                N, K, GROUP, HAS_ZERO, HAS_BIAS, GATED, PARTS, BLOCK_M, BLOCK_N, STAGES,
+                N, K, KIND, GROUP, HAS_ZERO, HAS_BIAS, GATED, PARTS, BLOCK_M, BLOCK_N, STAGES,
             )),
             (_fetch, (
-                weight, x, tiles, bars, first, steps, block * (BLOCK_N // each), N, GATED, BLOCK_M,
-                BLOCK_N, STAGES, OVERLAP,
+                weight, x, tiles, bars, first, steps, block * (BLOCK_N // each), N, KIND, GATED,
+                BLOCK_M, BLOCK_N, STAGES, OVERLAP,
             )),
         ],
         [1],

@@ -341,15 +341,19 @@ def test_products_from_registers(kernels, device, rows, act, block_n, warps, ahe
 @pytest.mark.parametrize("groups", [1, 4, 8])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "zero", "dtype"),
+    ("rows", "kind", "zero", "dtype"),
     [
-        (3, False, "bfloat16"),
-        (20, True, "float16"),
-        (64, True, "bfloat16"),
-        (100, False, "bfloat16"),
+        (3, "int4", False, "bfloat16"),
+        (20, "int4", True, "float16"),
+        (64, "int4", True, "bfloat16"),
+        (100, "int4", False, "bfloat16"),
+        (20, "int8", False, "float16"),
+        (100, "int8", False, "bfloat16"),
     ],
 )
-def test_products_of_int4_by_tiles(kernels, device, rows, zero, dtype, gated, groups, parts, warps):
+def test_narrow_products_by_tiles(
+    kernels, device, rows, kind, zero, dtype, gated, groups, parts, warps
+):
     """Weights that no block divides, of all groups, whole or from parts of k, once and again."""
     import torch
 
@@ -362,11 +366,15 @@ def test_products_of_int4_by_tiles(kernels, device, rows, zero, dtype, gated, gr
     numbers, n, k = torch.Generator().manual_seed(rows), 200, 1024
     x, bias = (torch.randn(shape, generator=numbers) for shape in ((rows, k), (n,)))
     x, bias = x.to(device, getattr(torch, dtype)), bias.to(device, getattr(torch, dtype))
-    weight = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=numbers)
-    zeros = torch.randint(0, 16, (n, groups), dtype=torch.uint8, generator=numbers)
     scale = 0.01 * (torch.rand(n, groups, generator=numbers) + 0.5)
-    q = torch.stack([weight & 15, weight >> 4], 2).reshape(n, groups, k // groups).double()
-    q = q - (zeros.double()[:, :, None] if zero else 8.0)
+    zeros = torch.randint(0, 16, (n, groups), dtype=torch.uint8, generator=numbers)
+    if kind == "int4":
+        weight = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=numbers)
+        q = torch.stack([weight & 15, weight >> 4], 2).reshape(n, groups, k // groups).double()
+        q = q - (zeros.double()[:, :, None] if zero else 8.0)
+    else:
+        weight = torch.randint(-128, 128, (n, k), dtype=torch.int8, generator=numbers)
+        q = weight.reshape(n, groups, k // groups).double()
     wide = (q * scale.double()[:, :, None]).reshape(n, k).to(device)
     want = torch.nn.functional.linear(x.double(), wide, bias.double()).to(x.dtype)
     want = row_kernels.silu_and_mul(want) if gated else want
@@ -378,7 +386,7 @@ def test_products_of_int4_by_tiles(kernels, device, rows, zero, dtype, gated, gr
         outs = [torch.empty_like(want) for _ in range(2)]
         for out in outs:
             asked = narrow.prepared(
-                x, weight, scale, zeros if zero else None, None, bias, "int4", out
+                x, weight, scale, zeros if zero else None, None, bias, kind, out
             )
             assert narrow.tiles_take(asked)
             narrow.tiles(asked, gated=gated)

@@ -21,9 +21,10 @@ triton = pytest.importorskip("triton")
 
 DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8",
-    torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8",
+    torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8",
     torch.uint32: "u32",
 }  # fmt: skip
+STORED = {"int4": torch.uint8, "int8": torch.int8}
 SHARED_MEMORY = 227 << 10
 """Of a program on Hopper."""
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
@@ -250,9 +251,9 @@ def test_narrow_weights_compile(compiled, rows, kind, group, zeros):
         None,
         kind,
     )
-    by_operand = kind == "int4" and group % 128 == 0
-    few = "fragment_kernel" if by_operand else "narrow_gemv_kernel"
-    some = "narrow_tile_kernel" if by_operand else "narrow_kernel"
+    whole = group % 128 == 0
+    few = "fragment_kernel" if kind == "int4" and whole else "narrow_gemv_kernel"
+    some = "narrow_tile_kernel" if kind in STORED and whole else "narrow_kernel"
     by_rows = {1: few, 2: few, 16: some, 300: "widen_kernel"}
     assert compiled == [by_rows[rows]]
 
@@ -541,14 +542,15 @@ def test_sums_over_peers_compile(compiled, dtype, world):
     words = torch.zeros(world, dtype=torch.int64)
     counts = torch.zeros(8, dtype=torch.int32)
     boxes = reduce.Boxes(512, words, counts, counts)
-    peers = reduce.Peers(world - 1, world, 4096, dtype, (), boxes, boxes)
+    peers = reduce.Peers(world - 1, world, 4096, dtype, (), boxes, boxes, boxes)
     weight = torch.zeros(4096, dtype=dtype)
     for rows in (3, 200, 300):
         x = torch.zeros((rows, 4096), dtype=dtype)
         reduce._launch(peers, x, x.clone(), weight, 1e-6)
         reduce._launch(peers, x, None, None, 0.0)
     reduce._best(peers, torch.zeros(3, dtype=torch.int32), torch.zeros(3, 500))
-    assert compiled == ["reduce_kernel"] * 6 + ["best_kernel"]
+    reduce._scales(peers, torch.zeros((300, 3584), dtype=dtype), 448.0)
+    assert compiled == ["reduce_kernel"] * 6 + ["best_kernel", "scales_kernel"]
 
 
 @pytest.mark.parametrize("chip", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
@@ -573,15 +575,17 @@ def test_heads_of_512_have_blocks_of_their_own_on_every_chip(monkeypatch, chip, 
 @pytest.mark.parametrize("warps", [4, 8])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
-    ("zero", "bias", "parts", "dtype"),
+    ("kind", "zero", "bias", "parts", "dtype"),
     [
-        (False, False, 1, torch.bfloat16),
-        (True, True, 3, torch.bfloat16),
-        (True, False, 1, torch.float16),
+        ("int4", False, False, 1, torch.bfloat16),
+        ("int4", True, True, 3, torch.bfloat16),
+        ("int4", True, False, 1, torch.float16),
+        ("int8", False, True, 3, torch.bfloat16),
+        ("int8", False, False, 1, torch.float16),
     ],
 )
-def test_products_of_int4_by_tiles_compile(
-    compiled, monkeypatch, rows, warps, gated, zero, bias, parts, dtype
+def test_narrow_products_by_tiles_compile(
+    compiled, monkeypatch, rows, warps, gated, kind, zero, bias, parts, dtype
 ):
     """Weights that no block divides, for Hopper's tensor cores and copy engine."""
     from twinfer.gpu.kernels import narrow
@@ -592,12 +596,12 @@ def test_products_of_int4_by_tiles_compile(
         monkeypatch.setitem(setting, name, value)
     asked = narrow.prepared(
         torch.zeros((rows, k), dtype=dtype),
-        torch.zeros((n, k // 2), dtype=torch.uint8),
+        torch.zeros((n, k // 2 if kind == "int4" else k)).to(STORED[kind]),
         torch.zeros((n, k // 128)),
         torch.zeros((n, k // 128), dtype=torch.uint8) if zero else None,
         None,
         torch.zeros(n, dtype=dtype) if bias else None,
-        "int4",
+        kind,
         torch.zeros((rows, n // 2 if gated else n), dtype=dtype),
     )
     narrow.tiles(asked, gated=gated)
@@ -607,17 +611,20 @@ def test_products_of_int4_by_tiles_compile(
 @pytest.mark.parametrize("n", [512, 2 * 8448])
 @pytest.mark.parametrize("rows", [9, 32, 64, 128])
 @pytest.mark.parametrize("gated", [False, True])
-def test_products_of_int4_by_tiles_fit(compiled, n, rows, gated):
-    """As `configs.json` has them, in shared memory; fewer rows go to fragments, more to cuBLAS."""
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_narrow_products_by_tiles_fit(compiled, n, rows, gated, kind):
+    """As `configs.json` has them, in shared memory; one row goes elsewhere, and more to cuBLAS."""
     from twinfer.gpu.kernels import narrow, narrow_mlp
 
     def product(rows):
-        x, weight = torch.zeros((rows, 256)).bfloat16(), torch.zeros((n, 128), dtype=torch.uint8)
-        arguments = (x, weight, torch.zeros((n, 2)), None, None, "int4")
+        weight = torch.zeros((n, 128 if kind == "int4" else 256)).to(STORED[kind])
+        x = torch.zeros((rows, 256)).bfloat16()
+        arguments = (x, weight, torch.zeros((n, 2)), None, None, kind)
         return narrow_mlp._gated(*arguments) if gated else narrow.linear_grouped(*arguments)
 
     product(rows)
-    product(8)
-    assert compiled == ["narrow_tile_kernel", "fragment_kernel"]
+    product(1)
+    few = {"int4": "fragment_kernel", "int8": "narrow_gemv_kernel"}[kind]
+    assert compiled[:2] == ["narrow_tile_kernel", few]
     product(129)
-    assert compiled[2] == "widen_kernel"
+    assert "widen_kernel" in compiled[2:]
