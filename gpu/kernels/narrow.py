@@ -528,13 +528,14 @@ def fragments(product: Product, *, gated: bool = False) -> None:
 def tiles_take(product: Product) -> bool:
     """Whether `narrow_tile_kernel` takes so many rows of this kind."""
     rows, _, k = product.sizes
-    x, kinds = product.x, ("int4", "int8")
-    if not hopper() or product.kind not in kinds or product.x_scale is not None:
+    x, kind, group = product.x, product.kind, product.group
+    if not hopper() or kind == "fp8" or product.x_scale is not None:
         return False
-    halves = dtype_name(x) in ("bfloat16", "float16")
-    whole = k % 128 == 0 and product.group % 128 == 0
-    aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    return halves and whole and aligned and 2 < rows <= MOST_TILE_ROWS
+    long = kind != "fp4" and group % 128 == 0 and dtype_name(x) in ("bfloat16", "float16")
+    # Scales of shorter groups multiply entries, for which float16 has too few powers of two.
+    short = kind in PACKED and group in (16, 32, 64) and dtype_name(x) == "bfloat16"
+    aligned = k % 128 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    return (long or short) and aligned and 2 < rows <= MOST_TILE_ROWS
 
 
 def tiles(product: Product, *, gated: bool = False) -> None:
@@ -549,10 +550,10 @@ def tiles(product: Product, *, gated: bool = False) -> None:
     wide = ["wide"] if n >= 128 * processors() else []
     setting = config("narrow_tiles", *wide, str(block_m))
     block_n, out = 16 * setting["warps"], product.out
-    int4 = product.kind == "int4"
-    weight = product.weight.view(torch.int32 if int4 else torch.int16)
-    block = [block_n // 2 if gated else block_n, 16 if int4 else 64]
-    swizzled = NVMMASharedLayout(64, 32, 2) if int4 else NVMMASharedLayout(128, 16, 2)
+    packed = product.kind in PACKED
+    weight = product.weight.view(torch.int32 if packed else torch.int16)
+    block = [block_n // 2 if gated else block_n, 16 if packed else 64]
+    swizzled = NVMMASharedLayout(64, 32, 2) if packed else NVMMASharedLayout(128, 16, 2)
     blocks = triton.cdiv(n, block_n)
     n = n // 2 if gated else n
     most = max(1, setting["programs"] * processors() // blocks)

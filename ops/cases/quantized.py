@@ -433,10 +433,18 @@ def _grouped_cases(dtype: str) -> dict[str, Arguments]:
             name = f"{kind}, {groups} groups" + ", zeros" * zeros
             cases[name] = {"x": x, **made, "bias": bias}
     # Kernels may divide k among warps: not always where groups end.
-    for k, groups, zeros in ((256, 2, False), (256, 2, True), (768, 3, True)):
-        made = _grouped_case("int4", dtype, groups, zeros, k)
+    for kind, k, groups, zeros in (
+        ("int4", 256, 2, False),
+        ("int4", 256, 2, True),
+        ("int4", 768, 3, True),
+        ("int4", 256, 8, True),
+        ("int4", 256, 4, False),
+        ("fp4", 256, 16, False),
+        ("int8", 256, 1, False),
+    ):
+        made = _grouped_case(kind, dtype, groups, zeros, k)
         x = rows(56, dtype, 11, k, scale=1.0)
-        name = f"int4, {groups} groups of {k // groups}" + ", zeros" * zeros
+        name = f"{kind}, {groups} groups of {k // groups}" + ", zeros" * zeros
         cases[name] = {"x": x, **made, "bias": None}
     return cases
 

@@ -338,17 +338,21 @@ def test_products_from_registers(kernels, device, rows, act, block_n, warps, ahe
 
 @pytest.mark.parametrize("warps", [4, 8])
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("groups", [1, 4, 8])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "kind", "zero", "dtype"),
+    ("rows", "kind", "groups", "zero", "dtype"),
     [
-        (3, "int4", False, "bfloat16"),
-        (20, "int4", True, "float16"),
-        (64, "int4", True, "bfloat16"),
-        (100, "int4", False, "bfloat16"),
-        (20, "int8", False, "float16"),
-        (100, "int8", False, "bfloat16"),
+        (3, "int4", 1, False, "bfloat16"),
+        (20, "int4", 4, True, "float16"),
+        (64, "int4", 8, True, "bfloat16"),
+        (100, "int4", 8, False, "bfloat16"),
+        (5, "int4", 16, True, "bfloat16"),
+        (70, "int4", 32, True, "bfloat16"),
+        (33, "int4", 32, False, "bfloat16"),
+        (9, "fp4", 32, False, "bfloat16"),
+        (120, "fp4", 64, False, "bfloat16"),
+        (20, "int8", 8, False, "float16"),
+        (100, "int8", 1, False, "bfloat16"),
     ],
 )
 def test_narrow_products_by_tiles(
@@ -368,14 +372,21 @@ def test_narrow_products_by_tiles(
     x, bias = x.to(device, getattr(torch, dtype)), bias.to(device, getattr(torch, dtype))
     scale = 0.01 * (torch.rand(n, groups, generator=numbers) + 0.5)
     zeros = torch.randint(0, 16, (n, groups), dtype=torch.uint8, generator=numbers)
-    if kind == "int4":
-        weight = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=numbers)
-        q = torch.stack([weight & 15, weight >> 4], 2).reshape(n, groups, k // groups).double()
-        q = q - (zeros.double()[:, :, None] if zero else 8.0)
-    else:
+    if kind == "int8":
         weight = torch.randint(-128, 128, (n, k), dtype=torch.int8, generator=numbers)
-        q = weight.reshape(n, groups, k // groups).double()
+        q = weight.double()
+    else:
+        weight = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=numbers)
+        q = torch.stack([weight & 15, weight >> 4], 2).reshape(n, k)
+    if kind == "fp4":
+        sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+        q = torch.cat([sizes, -sizes])[q.long()]
+    q = q.reshape(n, groups, k // groups).double()
+    if kind == "int4":
+        q = q - (zeros.double()[:, :, None] if zero else 8.0)
     wide = (q * scale.double()[:, :, None]).reshape(n, k).to(device)
+    if k // groups < 128:  # scales of short groups multiply entries, which are rounded once
+        wide = wide.to(x.dtype).double()
     want = torch.nn.functional.linear(x.double(), wide, bias.double()).to(x.dtype)
     want = row_kernels.silu_and_mul(want) if gated else want
     weight, zeros, scale = (y.to(device) for y in (weight, zeros, scale))

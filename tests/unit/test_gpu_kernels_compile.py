@@ -24,7 +24,7 @@ DTYPES = {
     torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8",
     torch.uint32: "u32",
 }  # fmt: skip
-STORED = {"int4": torch.uint8, "int8": torch.int8}
+STORED = {"int4": torch.uint8, "fp4": torch.uint8, "int8": torch.int8}
 SHARED_MEMORY = 227 << 10
 """Of a program on Hopper."""
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
@@ -251,9 +251,8 @@ def test_narrow_weights_compile(compiled, rows, kind, group, zeros):
         None,
         kind,
     )
-    whole = group % 128 == 0
-    few = "fragment_kernel" if kind == "int4" and whole else "narrow_gemv_kernel"
-    some = "narrow_tile_kernel" if kind in STORED and whole else "narrow_kernel"
+    few = "fragment_kernel" if kind == "int4" and group % 128 == 0 else "narrow_gemv_kernel"
+    some = "narrow_tile_kernel" if kind in STORED else "narrow_kernel"
     by_rows = {1: few, 2: few, 16: some, 300: "widen_kernel"}
     assert compiled == [by_rows[rows]]
 
@@ -575,17 +574,21 @@ def test_heads_of_512_have_blocks_of_their_own_on_every_chip(monkeypatch, chip, 
 @pytest.mark.parametrize("warps", [4, 8])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "zero", "bias", "parts", "dtype"),
+    ("kind", "group", "zero", "bias", "parts", "dtype"),
     [
-        ("int4", False, False, 1, torch.bfloat16),
-        ("int4", True, True, 3, torch.bfloat16),
-        ("int4", True, False, 1, torch.float16),
-        ("int8", False, True, 3, torch.bfloat16),
-        ("int8", False, False, 1, torch.float16),
+        ("int4", 128, False, False, 1, torch.bfloat16),
+        ("int4", 1024, True, True, 3, torch.bfloat16),
+        ("int4", 128, True, False, 1, torch.float16),
+        ("int4", 32, True, False, 1, torch.bfloat16),
+        ("int4", 64, False, True, 3, torch.bfloat16),
+        ("fp4", 16, False, True, 3, torch.bfloat16),
+        ("fp4", 32, False, False, 1, torch.bfloat16),
+        ("int8", 1024, False, True, 3, torch.bfloat16),
+        ("int8", 128, False, False, 1, torch.float16),
     ],
 )
 def test_narrow_products_by_tiles_compile(
-    compiled, monkeypatch, rows, warps, gated, kind, zero, bias, parts, dtype
+    compiled, monkeypatch, rows, warps, gated, kind, group, zero, bias, parts, dtype
 ):
     """Weights that no block divides, for Hopper's tensor cores and copy engine."""
     from twinfer.gpu.kernels import narrow
@@ -596,9 +599,9 @@ def test_narrow_products_by_tiles_compile(
         monkeypatch.setitem(setting, name, value)
     asked = narrow.prepared(
         torch.zeros((rows, k), dtype=dtype),
-        torch.zeros((n, k // 2 if kind == "int4" else k)).to(STORED[kind]),
-        torch.zeros((n, k // 128)),
-        torch.zeros((n, k // 128), dtype=torch.uint8) if zero else None,
+        torch.zeros((n, k if kind == "int8" else k // 2)).to(STORED[kind]),
+        torch.zeros((n, k // group)),
+        torch.zeros((n, k // group), dtype=torch.uint8) if zero else None,
         None,
         torch.zeros(n, dtype=dtype) if bias else None,
         kind,
@@ -611,20 +614,20 @@ def test_narrow_products_by_tiles_compile(
 @pytest.mark.parametrize("n", [512, 2 * 8448])
 @pytest.mark.parametrize("rows", [9, 32, 64, 128])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("kind", ["int4", "int8"])
-def test_narrow_products_by_tiles_fit(compiled, n, rows, gated, kind):
+@pytest.mark.parametrize(("kind", "group"), [("int4", 128), ("int8", 256), ("fp4", 16)])
+def test_narrow_products_by_tiles_fit(compiled, n, rows, gated, kind, group):
     """As `configs.json` has them, in shared memory; one row goes elsewhere, and more to cuBLAS."""
     from twinfer.gpu.kernels import narrow, narrow_mlp
 
     def product(rows):
-        weight = torch.zeros((n, 128 if kind == "int4" else 256)).to(STORED[kind])
+        weight = torch.zeros((n, 256 if kind == "int8" else 128)).to(STORED[kind])
         x = torch.zeros((rows, 256)).bfloat16()
-        arguments = (x, weight, torch.zeros((n, 2)), None, None, kind)
+        arguments = (x, weight, torch.zeros((n, 256 // group)), None, None, kind)
         return narrow_mlp._gated(*arguments) if gated else narrow.linear_grouped(*arguments)
 
     product(rows)
     product(1)
-    few = {"int4": "fragment_kernel", "int8": "narrow_gemv_kernel"}[kind]
+    few = "fragment_kernel" if kind == "int4" else "narrow_gemv_kernel"
     assert compiled[:2] == ["narrow_tile_kernel", few]
     product(129)
     assert "widen_kernel" in compiled[2:]
