@@ -217,11 +217,6 @@ def _check_shards(config: EngineConfig, model: ModelConfig) -> None:
             f"row_invariant: got tensor_parallel_size {config.tensor_parallel_size}, allowed is 1: "
             "the order of sums over devices is not promised"
         )
-    if model.wide_qk_norm and config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"tensor_parallel_size: got {config.tensor_parallel_size}, {model.architecture} allows "
-            "1: its norms of q and k are over all heads, which shards deal out among them"
-        )
     if config.backend == "torch" and config.tensor_parallel_size > 1:
         _check_ranks(config, model)
     elif config.restart_on_failure and config.distributed_executor_backend == "mp":

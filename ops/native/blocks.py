@@ -27,6 +27,7 @@ SUMS = {
     "unit_rms_norm": ("x",),
     "layer_norm": ("x",),
     "wide_qk_norm": ("qkv",),
+    "qk_mean_squares": ("qkv",),
     "top_logprobs": ("logits", "chosen"),
 }
 """Ops that sum within a row: the arguments that have rows."""

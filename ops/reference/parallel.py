@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..declare import DOT, Array, Contract, define
-from .dense import FUSED_ADD
+from .dense import FUSED_ADD, along
 from .quantization import BITWISE, largest_of_rows, scale_of
 
 PARTIAL = Contract(
@@ -68,6 +68,49 @@ def token_scales(xp: Any, x: Array, limit: float) -> Array:
     whole tokens with `limit` 127, and `quantize_fp8_dynamic` with 448.
     """
     return scale_of(xp, largest_of_rows(xp, x), limit)
+
+
+@define(
+    shapes="qkv [tok q+2*kv], q_weight [q], k_weight [kv] -> [tok 2] float32",
+    shards=("q", "kv"),
+    contract=Contract(rounds="nowhere"),
+    sums=True,
+)
+def qk_mean_squares(
+    xp: Any, qkv: Array, q_weight: Array, k_weight: Array, q_entries: int, k_entries: int
+) -> Array:
+    """The part that this shard's entries are of the mean squares [tok 2] of all q and of all k,
+    which have so many entries on all shards together: a head that several shards hold counts for
+    each, one of zeros for none.
+
+    qkv [tok q+2*kv] and the weights [q] and [kv] are as in `wide_qk_norm`, of one shard.
+    """
+    y = xp.accumulate(qkv)
+    q, kv = q_weight.shape[0], k_weight.shape[0]
+    squares = y * y
+    query = xp.sum(squares[:, :q], axis=-1, keepdims=True) / q_entries
+    key = xp.sum(squares[:, q : q + kv], axis=-1, keepdims=True) / k_entries
+    return xp.concat([query, key], axis=-1)
+
+
+@define(
+    shapes="qkv [tok q+2*kv], means [tok 2], q_weight [q], k_weight [kv] -> [tok q+2*kv] qkv",
+    shards=("q", "kv"),
+    activations=("qkv",),
+    contract=Contract(rounds="q and k once, at the output; v is copied"),
+)
+def norm_qk_by_means(
+    xp: Any, qkv: Array, means: Array, q_weight: Array, k_weight: Array, eps: float
+) -> Array:
+    """`wide_qk_norm` of a shard's part of qkv [tok q+2*kv], where the mean squares of q and of k on
+    all shards are given: means [tok 2] float32.
+    """
+    y = xp.accumulate(qkv)
+    q, kv = q_weight.shape[0], k_weight.shape[0]
+    scales = xp.rsqrt(xp.accumulate(means) + eps)
+    query = y[:, :q] * scales[:, :1] * along(xp.accumulate(q_weight), y)
+    key = y[:, q : q + kv] * scales[:, 1:] * along(xp.accumulate(k_weight), y)
+    return xp.astype(xp.concat([query, key, y[:, q + kv :]], axis=-1), qkv.dtype)
 
 
 @define(

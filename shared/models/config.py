@@ -64,6 +64,9 @@ class ModelConfig:
     o_bias: bool = False
     qk_norm: bool = False  # of each head of q and k
     wide_qk_norm: bool = False  # of q and k over all of their heads
+    # Of q and of k that all shards hold together, where those norms are dealt out: without heads of
+    # zeros, and those that several shards hold once for each.
+    dealt_heads: tuple[int, int] | None = None
     v_norm: bool = False  # of each head of v, without a weight
     attention_scale: float | None = None  # of scores; None is head_dim^-0.5
     attention_cap: float = 0.0  # a soft cap of scores; 0 is none

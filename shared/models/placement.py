@@ -83,11 +83,20 @@ def physical_config(model: ModelConfig, shards: int) -> ModelConfig:
         model,
         num_heads=heads.query,
         num_kv_heads=heads.kv,
+        dealt_heads=_dealt_heads(model, shards),
         full_heads=None if full is None else _on_shards(full, shards),
         intermediate_size=_multiple(model.intermediate_size, shards),
         reading_intermediate_size=_multiple(model.reading_intermediate_size, shards),
         shared_expert_size=_multiple(model.shared_expert_size, shards),
     )
+
+
+def _dealt_heads(model: ModelConfig, shards: int) -> tuple[int, int] | None:
+    """The heads of q and of k, but those of zeros, that norms over all of them see on shards."""
+    if not model.wide_qk_norm or shards == 1:
+        return None
+    layout = head_layout(model.num_heads, model.num_kv_heads, shards)
+    return sum(head >= 0 for head in layout.query), sum(head >= 0 for head in layout.kv)
 
 
 def _on_shards(heads: Heads, shards: int) -> Heads:

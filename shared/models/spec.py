@@ -58,7 +58,8 @@ class Attention:
     0: all of them.
 
     `norm_eps` is that of the norms of q and k heads, which a model has if `qk_norm`, or of the
-    norms over all heads if `wide_qk_norm`. `v_norm`: heads of v are normed too, without a weight.
+    norms over all heads if `wide_qk_norm`: `dealt_entries` are those of q and of k that all shards
+    have together, where each has some. `v_norm`: heads of v are normed too, without a weight.
     `soft_cap` c > 0 squashes scores to c tanh(score / c). `angles` are the columns (first, last +
     1) of the batch's cos and sin that this layer is rotated by; None: all. `temper` is the column
     of cos that q is multiplied with behind them. `reads`: the layer has no k and v of its own, but
@@ -76,6 +77,7 @@ class Attention:
     qk_norm: bool = False
     norm_eps: float = 1e-6
     wide_qk_norm: bool = False
+    dealt_entries: tuple[int, int] | None = None
     soft_cap: float = 0.0
     angles: tuple[int, int] | None = None
     temper: int | None = None

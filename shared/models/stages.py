@@ -218,7 +218,7 @@ def attention_stage(
         return attended(ops, spec, weights, q, cache, batch), cache
     qkv = project(ops, weights, "qkv", x, batch, spec.narrow)
     if spec.wide_qk_norm:
-        qkv = ops.wide_qk_norm(qkv, weights["q_norm"], weights["k_norm"], spec.norm_eps)
+        qkv = normed_over_heads(ops, spec, qkv, weights["q_norm"], weights["k_norm"])
     q_norm = weights["q_norm"] if spec.qk_norm else None
     k_norm = weights["k_norm"] if spec.qk_norm else None
     scales = weights.get("k_scale"), weights.get("v_scale")
@@ -229,6 +229,16 @@ def attention_stage(
         qkv, cache, q_norm, k_norm, cos, sin, batch.slots, spec.norm_eps, *scales, **more
     )
     return attended(ops, spec, weights, q, cache, batch), cache
+
+
+def normed_over_heads(
+    ops: Any, spec: Attention, qkv: Array, q_weight: Array, k_weight: Array
+) -> Array:
+    """qkv [tok q+2*kv] with q and k normed over all of their heads, on whatever shards they are."""
+    if spec.dealt_entries is None:
+        return ops.wide_qk_norm(qkv, q_weight, k_weight, spec.norm_eps)
+    means = ops.all_reduce(ops.qk_mean_squares(qkv, q_weight, k_weight, *spec.dealt_entries))
+    return ops.norm_qk_by_means(qkv, means, q_weight, k_weight, spec.norm_eps)
 
 
 def queries(ops: Any, spec: Attention, weights: Weights, x: Array, batch: Batch) -> Array:

@@ -134,6 +134,65 @@ def test_the_tokens_of_experts_on_one_process(name, shards, tmp_path):
     assert tokens_of(tmp_path, shards)[0] == alone
 
 
+WIDE_NORMS = [
+    ("olmo2", 2, {}),
+    ("olmo2", 4, {"num_attention_heads": 6, "head_dim": 16}),
+    ("olmo3", 4, {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}),
+    ("minimax-m2", 2, {}),
+    ("minimax-m2", 4, {"num_local_experts": 8, "num_key_value_heads": 1}),
+]
+"""Models that norm q and k over all heads, and on how many ranks: 2 KV heads of 3 queries each, 3
+and 1 on 4.
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "shards", "fields"), WIDE_NORMS)
+def test_the_tokens_of_norms_over_all_heads_on_one_process(name, shards, fields, tmp_path):
+    build(name, str(tmp_path), **fields)
+    alone, _ = tokens_of(tmp_path, 1)
+    assert tokens_of(tmp_path, shards)[0] == alone
+
+
+OWN_SQUARES = """
+from twinfer.ops.native import torch_parallel
+
+gathered = torch_parallel.gathered
+
+def own(x):
+    # A mean square of q and one of k: as if those of this rank were those of all.
+    found = gathered(x)
+    return x[None].expand_as(found) if x.ndim == 2 and x.shape[1] == 2 else found
+
+torch_parallel.gathered = own
+"""
+COUNTED_ONCE = """
+from twinfer.shared.models import placement
+
+# Squares of a KV head that several ranks hold are added up for each.
+placement._dealt_heads = lambda model, shards: (model.num_heads, model.num_kv_heads)
+"""
+RANK = """
+import os, sys
+from twinfer.shared.executor import rank
+
+code = rank.main()
+sys.stdout.flush()
+os._exit(code)
+"""
+
+
+@pytest.mark.slow
+def test_tokens_tell_whose_squares_the_norms_over_all_heads_are_of(tmp_path, monkeypatch):
+    build("olmo2", str(tmp_path))
+    right, _ = tokens_of(tmp_path, 4)
+    script = tmp_path / "rank.py"
+    monkeypatch.setattr(driver, "COMMAND", (sys.executable, str(script)))
+    for fault, same in (("", True), (OWN_SQUARES, False), (COUNTED_ONCE, False)):
+        script.write_text(fault + RANK)
+        assert (tokens_of(tmp_path, 4)[0] == right) == same
+
+
 @pytest.mark.slow
 def test_forms_loops_and_streams():
     """Masks that come behind the backbone, several decode steps at a time, and the residual of all

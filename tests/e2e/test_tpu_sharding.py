@@ -12,6 +12,7 @@ import pytest
 
 from .conftest import build
 from .quantized_checkpoints import make, make_mxfp4
+from .test_ranks import WIDE_NORMS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -221,6 +222,18 @@ def test_experts_on_shards(checkpoints, name):
     one, two, four = run(folder, [1, 2, 4])
     assert one["outputs"] == two["outputs"] == four["outputs"]
     assert four["weights"] < two["weights"] < one["weights"]
+    assert one["compilations"] == two["compilations"] == four["compilations"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "fields"), [(name, fields) for name, shards, fields in WIDE_NORMS if shards == 4]
+)
+def test_norms_over_all_heads_on_shards(tmp_path, name, fields):
+    """Heads that 4 shards do not divide, and fewer KV heads: all shards norm by the same squares."""
+    build(name, folder := str(tmp_path), **fields)
+    one, two, four = run(folder, [1, 2, 4])
+    assert one["outputs"] == two["outputs"] == four["outputs"]
     assert one["compilations"] == two["compilations"] == four["compilations"] == 0
 
 

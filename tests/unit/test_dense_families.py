@@ -446,16 +446,6 @@ def test_what_could_change_the_maths_is_refused(error, architecture, fields, wor
     refused(error, words, architecture, **fields)
 
 
-@pytest.mark.parametrize("architecture", ["Olmo2ForCausalLM", "Olmo3ForCausalLM"])
-def test_norms_over_all_heads_take_one_shard(architecture):
-    model, device = config_of(architecture), DeviceInfo("tpu", "TPU v6e", 1 << 35)
-    config = EngineConfig(model="m", backend="jax", tensor_parallel_size=2)
-    words = f"tensor_parallel_size: got 2, {architecture} allows 1: its norms of q and k"
-    with pytest.raises(ConfigError, match=words):
-        resolve(config, model, device)
-    resolve(config, config_of("LlamaForCausalLM"), device)
-
-
 def test_two_shapes_of_caches_need_two_page_tables():
     options = {"level": 3, "road": "piecewise"}
     config = EngineConfig(model="m", backend="torch", compilation_config=options)

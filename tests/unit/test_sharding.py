@@ -17,11 +17,11 @@ from twinfer.shared.models import decoder
 from twinfer.shared.models.calls import ModelShapes, _empty, record_samplers
 from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.locate import model_folder
-from twinfer.shared.models.placement import place, shard_config
+from twinfer.shared.models.placement import head_layout, place, shard_config
 from twinfer.shared.models.quantization import WHEN_LOADED, Quantization
 from twinfer.shared.models.sharding import rows_to_sample, sharded_mixer, words_of
 from twinfer.shared.models.spec import Experts, Narrow, Shard
-from twinfer.shared.models.stages import Batch, project, through_experts
+from twinfer.shared.models.stages import Batch, normed_over_heads, project, through_experts
 from twinfer.shared.weights import pieces
 
 CPU = DeviceInfo("cpu", "cpu", 1 << 40)
@@ -172,6 +172,70 @@ def test_a_token_that_is_dealt_out_has_one_scale(kind):
     share = np.maximum(*scales) / (127 if kind == "int8" else 448)
     np.testing.assert_allclose(summed(lambda x, limit: share), alone, rtol=1e-5, atol=1e-5)
     assert np.abs(summed(ops.token_scales) - alone).max() > 1e-3
+
+
+def test_norms_over_all_heads_are_one_more_sum_a_layer():
+    """That of their mean squares."""
+    model, config = resolved("olmo3-7b")
+    calls = calls_of_a_pass(shard_config(model, Shard(1, 2)), config)
+    assert calls.count("all_reduce") == 3 * model.num_layers + 1
+    assert calls.count("qk_mean_squares") == calls.count("norm_qk_by_means") == model.num_layers
+    assert "wide_qk_norm" not in calls
+    assert "all_reduce" not in calls_of_a_pass(model, config)
+
+
+@pytest.mark.parametrize("fault", ["", "own squares", "counted once", "with zeros"])
+@pytest.mark.parametrize(
+    ("heads", "kv", "shards"), [(4, 4, 2), (6, 3, 2), (6, 3, 4), (6, 2, 4), (7, 1, 3), (5, 1, 4)]
+)
+def test_norms_over_all_heads_see_the_heads_of_all_shards(heads, kv, shards, fault):
+    """A head of zeros counts for none, one that several shards have as often as it is there."""
+    size, tokens, rng = 4, 5, np.random.default_rng(2)
+    model = replace(
+        load_config(model_folder("olmo3-7b")), num_heads=heads, num_kv_heads=kv, head_dim=size
+    )
+    rows = {"qkv": (heads + 2 * kv) * size, "q_norm": heads * size, "k_norm": kv * size}
+    whole = {name: rng.normal(size=(count, tokens)) for name, count in rows.items()}
+    whole = {name: x if name == "qkv" else x[:, 0] for name, x in whole.items()}
+    table, sources, held = decoder.parameters_of(model).layer(0), [], []
+    for shard in range(shards):
+        of_shard = {n: np.split(place(table[n], model, shards).source, shards)[shard] for n in rows}
+        found = {n: np.where(s < 0, 0.0, whole[n][s].T).T for n, s in of_shard.items()}
+        held.append((found["qkv"].T, found["q_norm"], found["k_norm"]))
+        sources.append(of_shard["qkv"])
+    spec = decoder.model_of(shard_config(model, Shard(0, shards))).layers[0][0].mixer
+    query, key = spec.dealt_entries
+    if fault == "counted once":
+        key = kv * size
+    if fault == "with zeros":
+        query, key = shards * spec.num_heads * size, shards * spec.num_kv_heads * size
+    spec = replace(spec, dealt_entries=(query, key))
+    ops = plan("numpy").bind()
+    means = [ops.qk_mean_squares(*each, *spec.dealt_entries) for each in held]
+
+    class Ops:
+        """The ops of a shard, among others."""
+
+        def all_reduce(self, own):
+            return own * shards if fault == "own squares" else sum(means)
+
+        def __getattr__(self, name):
+            return getattr(ops, name)
+
+    want = ops.wide_qk_norm(whole["qkv"].T, whole["q_norm"], whole["k_norm"], spec.norm_eps)
+    normed = [normed_over_heads(Ops(), spec, *each) for each in held]
+    right = all(
+        np.allclose(own[:, source >= 0], want[:, source[source >= 0]], rtol=1e-9)
+        for own, source in zip(normed, sources, strict=True)
+    )
+    layout = head_layout(heads, kv, shards)
+    harmless = {
+        "": True,
+        "own squares": False,
+        "counted once": sum(head >= 0 for head in layout.kv) == kv,
+        "with zeros": -1 not in (*layout.query, *layout.kv),
+    }
+    assert right == harmless[fault]
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "llama3.1-8b"])

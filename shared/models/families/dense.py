@@ -304,7 +304,7 @@ def _layer(config: ModelConfig, window: int, has_experts: bool, norms: Norms) ->
     eps, scale = config.rms_norm_eps, config.residual_scale
     norm = {name: Norm(name, eps) if key else None for name, key in norms.by_name.items()}
     angles, temper = _columns(config, window)
-    heads = config.heads(window)
+    heads, dealt = config.heads(window), config.dealt_heads
     attention = Attention(
         num_heads=heads.query,
         num_kv_heads=heads.kv,
@@ -314,6 +314,7 @@ def _layer(config: ModelConfig, window: int, has_experts: bool, norms: Norms) ->
         qk_norm=config.qk_norm,
         norm_eps=eps,
         wide_qk_norm=config.wide_qk_norm,
+        dealt_entries=dealt and (dealt[0] * heads.size, dealt[1] * heads.size),
         v_norm=config.v_norm,
         soft_cap=config.attention_cap,
         angles=angles,
