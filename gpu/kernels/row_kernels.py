@@ -147,10 +147,10 @@ def add_gated_kernel(
 
 @triton.jit
 def wide_qk_norm_kernel(
-    qkv, q_weight, k_weight, out, eps, qkv_stride, Q: tl.constexpr, KV: tl.constexpr,
-    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    qkv, q_weight, k_weight, means, out, eps, qkv_stride, Q: tl.constexpr, KV: tl.constexpr,
+    GIVEN: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (token, q or k or v): v is copied."""
+    """Grid (token, q or k or v): v is copied. With GIVEN, the mean squares are `means` [tok 2]."""
     t, which = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n = tl.arange(0, BLOCK)
     size = tl.where(which == 0, Q, KV)
@@ -160,10 +160,29 @@ def wide_qk_norm_kernel(
     w *= tl.load(k_weight + n, mask=mask & (which == 1), other=1.0).to(tl.float32)
     wait(OVERLAP)
     y = tl.load(qkv + t * qkv_stride + first + n, mask=mask, other=0.0).to(tl.float32)
-    normed = y * tl.rsqrt(tl.sum(y * y, 0) / size + eps) * w
+    if GIVEN:
+        mean = tl.load(means + t * 2 + tl.minimum(which, 1))
+    else:
+        mean = tl.sum(y * y, 0) / size
+    normed = y * tl.rsqrt(mean + eps) * w
     y = tl.where(which == 2, y, normed)
     place = out + t * (Q + 2 * KV) + first + n
     tl.store(place, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def qk_mean_squares_kernel(
+    qkv, out, q_entries, k_entries, qkv_stride, Q: tl.constexpr, KV: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (token, q or k)."""
+    t, which = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    n = tl.arange(0, BLOCK)
+    mask = n < tl.where(which == 0, Q, KV)
+    wait(OVERLAP)
+    y = tl.load(qkv + t * qkv_stride + which * Q + n, mask=mask, other=0.0).to(tl.float32)
+    entries = tl.where(which == 0, q_entries, k_entries).to(tl.float32)
+    tl.store(out + t * 2 + which, tl.sum(y * y, 0) / entries)
 
 
 @triton.jit(do_not_specialize=["parts", "size"])

@@ -15,6 +15,7 @@ from .row_kernels import (
     add_rms_norm_kernel,
     gelu_gate_kernel,
     greedy_kernel,
+    qk_mean_squares_kernel,
     rms_norm_kernel,
     rms_norm_pair_kernel,
     wide_qk_norm_kernel,
@@ -169,12 +170,59 @@ def _takes_wide_norm(qkv: Array, q_weight: Array, k_weight: Array, eps: float) -
 @triton_kernel("wide_qk_norm", supports_args=_takes_wide_norm)
 def wide_qk_norm(qkv: Array, q_weight: Array, k_weight: Array, eps: float) -> Array:
     """See the op."""
+    return _wide_qk_norm(qkv, None, q_weight, k_weight, eps)
+
+
+def _takes_means(
+    qkv: Array, means: Array, q_weight: Array, k_weight: Array, eps: float
+) -> bool:
+    return _takes_wide_norm(qkv, q_weight, k_weight, eps)
+
+
+@triton_kernel("norm_qk_by_means", supports_args=_takes_means)
+def norm_qk_by_means(
+    qkv: Array, means: Array, q_weight: Array, k_weight: Array, eps: float
+) -> Array:
+    """See the op."""
+    return _wide_qk_norm(qkv, means.contiguous(), q_weight, k_weight, eps)
+
+
+def _wide_qk_norm(
+    qkv: torch.Tensor,
+    means: torch.Tensor | None,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
     qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
     q, kv = q_weight.shape[0], k_weight.shape[0]
     out = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     width = power_of_2(max(q, kv))
     wide_qk_norm_kernel[(qkv.shape[0], 3)](
-        qkv, q_weight.contiguous(), k_weight.contiguous(), out, eps, qkv.stride(0),
+        qkv, q_weight.contiguous(), k_weight.contiguous(), qkv if means is None else means, out,
+        eps, qkv.stride(0), Q=q, KV=kv, GIVEN=means is not None, BLOCK=width,
+        num_warps=_warps(width), **overlap(early=True),
+    )  # fmt: skip
+    return out
+
+
+def _takes_squares(
+    qkv: Array, q_weight: Array, k_weight: Array, q_entries: int, k_entries: int
+) -> bool:
+    return _takes_wide_norm(qkv, q_weight, k_weight, 0.0)
+
+
+@triton_kernel("qk_mean_squares", supports_args=_takes_squares)
+def qk_mean_squares(
+    qkv: Array, q_weight: Array, k_weight: Array, q_entries: int, k_entries: int
+) -> Array:
+    """See the op."""
+    qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
+    q, kv = q_weight.shape[0], k_weight.shape[0]
+    out = torch.empty((qkv.shape[0], 2), dtype=torch.float32, device=qkv.device)
+    width = power_of_2(max(q, kv))
+    qk_mean_squares_kernel[(qkv.shape[0], 2)](
+        qkv, out, q_entries, k_entries, qkv.stride(0),
         Q=q, KV=kv, BLOCK=width, num_warps=_warps(width), **overlap(early=True),
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Cases of rms_norm, add, both in one, and of the norms of all heads."""
+"""Cases of rms_norm, add, both in one, and of the norms of all heads, on one shard or several."""
 
 from __future__ import annotations
 
@@ -436,5 +436,99 @@ judged_by(
         rows=("qkv",),
         mutants={fault: partial(_wrong_wide, fault=fault) for fault in WIDE_FAULTS},
         truth=partial(_wrong_wide, fault=""),
+    ),
+)
+
+
+# --- qk_mean_squares, norm_qk_by_means
+# ----------------------------------------------------------------------------------------------
+
+
+def _squares(qkv: Any, q_weight: Any, k_weight: Any) -> tuple[Any, Any]:
+    q, kv = len(q_weight), len(k_weight)
+    y = np.asarray(qkv, np.float64) ** 2
+    return y[:, :q], y[:, q : q + kv]
+
+
+def _dealt_cases(dtype: str, means: bool) -> Iterator[Case]:
+    """Those of `wide_qk_norm`, as of one of several shards."""
+    rng = generator("wide norms of a shard")
+    for case in _wide_cases(dtype):
+        given = case.arguments
+        names = ("qkv", "q_weight", "k_weight")
+        q, k = (s.mean(-1, keepdims=True) for s in _squares(*(given[name] for name in names)))
+        if means:
+            others = rng.uniform(0.3, 1.7, size=(2, len(q), 1))
+            found = np.concatenate([q * others[0], k * others[1]], -1).astype(np.float32)
+            yield Case(case.name, given | {"means": found}, case.tags)
+            continue
+        entries = {"q_entries": 3 * len(given["q_weight"]), "k_entries": 2 * len(given["k_weight"])}
+        yield Case(case.name, {name: given[name] for name in names} | entries, case.tags)
+
+
+def _wrong_means(
+    xp: Any, qkv: Any, q_weight: Any, k_weight: Any, q_entries: int, k_entries: int, fault: str
+) -> Any:
+    query, key = _squares(qkv, q_weight, k_weight)
+    if fault == "of this shard's entries":
+        q_entries, k_entries = len(q_weight), len(k_weight)
+    elif fault == "entries swapped":
+        q_entries, k_entries = k_entries, q_entries
+    elif fault == "last channel skipped":
+        query = query[:, :-1]
+    elif fault == "v beside k":
+        key = np.asarray(qkv, np.float64)[:, len(q_weight) :] ** 2
+    sums = query.sum(-1) / q_entries, key.sum(-1) / k_entries
+    out = np.stack(sums[::-1] if fault == "swapped" else sums, -1)
+    return out * 1.005 if fault == "scaled by 1.005" else out
+
+
+MEANS_FAULTS = (
+    *("of this shard's entries", "entries swapped", "last channel skipped", "v beside k"),
+    *("swapped", "scaled by 1.005"),
+)
+
+judged_by(
+    "qk_mean_squares",
+    Testing(
+        partial(_dealt_cases, means=False),
+        Bound(accumulated=16.0),
+        rows=("qkv",),
+        mutants={fault: partial(_wrong_means, fault=fault) for fault in MEANS_FAULTS},
+        truth=partial(_wrong_means, fault=""),
+    ),
+)
+
+
+def _wrong_by_means(
+    xp: Any, qkv: Any, means: Any, q_weight: Any, k_weight: Any, eps: float, fault: str
+) -> Any:
+    if fault == "of this shard's entries":
+        return _wrong_wide(xp, qkv, q_weight, k_weight, eps, "")
+    q, kv = len(q_weight), len(k_weight)
+    eps = {"eps ignored": 0.0, "eps ten times": 10 * eps}.get(fault, eps)
+    means = means[:, ::-1] if fault == "means swapped" else means
+    scales = 1 / np.sqrt(means.astype(np.float64) + eps)
+    query, key = qkv[:, :q] * scales[:, :1] * q_weight, qkv[:, q : q + kv] * scales[:, 1:]
+    out = np.concatenate([query, key * k_weight, qkv[:, q + kv :]], -1)
+    if fault == "k not normed":
+        out[:, q : q + kv] = qkv[:, q : q + kv]
+    elif fault == "v normed":
+        out[:, q + kv :] *= scales[:, 1:]
+    return out * 1.005 if fault == "scaled by 1.005" else out
+
+
+BY_MEANS_FAULTS = (
+    *("of this shard's entries", "means swapped", "k not normed", "v normed"),
+    *("eps ignored", "eps ten times", "scaled by 1.005"),
+)
+
+judged_by(
+    "norm_qk_by_means",
+    Testing(
+        partial(_dealt_cases, means=True),
+        rows=("qkv", "means"),
+        mutants={fault: partial(_wrong_by_means, fault=fault) for fault in BY_MEANS_FAULTS},
+        truth=partial(_wrong_by_means, fault=""),
     ),
 )
