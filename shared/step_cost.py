@@ -4,7 +4,8 @@ against two GPUs in docs/measurements.md.
 Two questions. From a step that was measured on one device: what will it take on `shards` of them
 (`step_ms`)? And by published rates alone (`estimate`)? Both add the
 sums between devices, 2 L + 1 of the hidden states of all tokens of the step
-(`shared/models/sharding.py`), or 3 L + 1 where experts stand beside an MLP.
+(`shared/models/sharding.py`), or 3 L + 1 where experts stand beside an MLP. Norms of q and k over
+all heads are L more, of two numbers a token.
 """
 
 from __future__ import annotations
@@ -59,14 +60,18 @@ def sum_us(link: Link, size: int, shards: int) -> float:
 
 
 def number_of_sums(model: ModelConfig) -> int:
-    """Sums of a step. What stands beside experts is summed apart from them, as each is normed."""
+    """Sums of hidden states of a step. What stands beside experts is summed apart from them, as
+    each is normed.
+    """
     return (3 if model.experts_beside_mlp else 2) * model.num_layers + 1
 
 
 def sums_ms(model: ModelConfig, tokens: int, itemsize: int, shards: int, link: Link) -> float:
     """Milliseconds of all sums of a step of so many tokens."""
-    size = tokens * model.hidden_size * itemsize
-    return number_of_sums(model) * sum_us(link, size, shards) / 1e3
+    us = number_of_sums(model) * sum_us(link, tokens * model.hidden_size * itemsize, shards)
+    if model.wide_qk_norm:
+        us += model.num_layers * sum_us(link, tokens * 2 * 4, shards)
+    return us / 1e3
 
 
 def step_ms(

@@ -173,9 +173,7 @@ def wide_qk_norm(qkv: Array, q_weight: Array, k_weight: Array, eps: float) -> Ar
     return _wide_qk_norm(qkv, None, q_weight, k_weight, eps)
 
 
-def _takes_means(
-    qkv: Array, means: Array, q_weight: Array, k_weight: Array, eps: float
-) -> bool:
+def _takes_means(qkv: Array, means: Array, q_weight: Array, k_weight: Array, eps: float) -> bool:
     return _takes_wide_norm(qkv, q_weight, k_weight, eps)
 
 

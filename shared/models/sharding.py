@@ -4,7 +4,8 @@ say where the shards' parts are added up.
 A product whose inputs are dealt out gives a part of a sum. Nothing that stands between it and the
 residual needs the whole, unless there is a norm or a factor, so the parts are added where the
 residual is: a model of L layers states 2 L + 1 sums, those of attention, MLP or experts, and
-embedding, and one more a layer where experts stand beside an MLP.
+embedding, and one more a layer where experts stand beside an MLP. Norms of q and k over all heads
+add a small one to each layer, of a token's two mean squares.
 """
 
 from __future__ import annotations

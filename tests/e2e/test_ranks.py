@@ -150,8 +150,8 @@ and 1 on 4.
 @pytest.mark.parametrize(("name", "shards", "fields"), WIDE_NORMS)
 def test_the_tokens_of_norms_over_all_heads_on_one_process(name, shards, fields, tmp_path):
     build(name, str(tmp_path), **fields)
-    alone, _ = tokens_of(tmp_path, 1)
-    assert tokens_of(tmp_path, shards)[0] == alone
+    alone, _ = tokens_of(tmp_path, 1, num_pages=40)
+    assert tokens_of(tmp_path, shards, num_pages=40)[0] == alone
 
 
 OWN_SQUARES = """

@@ -160,6 +160,20 @@ def test_attention_compiles(compiled, monkeypatch, heads, size, page, reach):
     assert compiled == ["decode_kernel", *prompts]
 
 
+def test_norms_over_all_heads_compile(compiled):
+    """On one device, and on a shard."""
+    from twinfer.gpu.kernels import rows
+
+    qkv, weights = (
+        torch.zeros(5, 96 + 2 * 32, dtype=torch.bfloat16),
+        (torch.ones(96), torch.ones(32)),
+    )
+    rows.wide_qk_norm(qkv, *weights, 1e-6)
+    means = rows.qk_mean_squares(qkv, *weights, 192, 32)
+    rows.norm_qk_by_means(qkv, means, *weights, 1e-6)
+    assert compiled == ["wide_qk_norm_kernel", "qk_mean_squares_kernel", "wide_qk_norm_kernel"]
+
+
 @pytest.mark.parametrize("filtered", [False, True])
 def test_sampling_compiles(compiled, filtered):
     from twinfer.gpu.kernels import sampling

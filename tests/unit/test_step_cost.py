@@ -18,6 +18,7 @@ from twinfer.shared.step_cost import (
     number_of_sums,
     step_ms,
     sum_us,
+    sums_ms,
 )
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "measurements.md"
@@ -84,6 +85,14 @@ def test_an_mlp_beside_experts_is_one_more_sum():
     """As `twinfer aot` counts them in what is compiled: 3 a layer (docs/measurements.md)."""
     assert number_of_sums(load_config(model_folder("gemma4-26b-a4b"))) == 3 * 30 + 1
     assert number_of_sums(load_config(model_folder("qwen3-30b-a3b"))) == 2 * 48 + 1
+
+
+def test_norms_over_all_heads_sum_two_numbers_a_token_more():
+    model, link = load_config(model_folder("olmo3-7b")), ici(45e9)
+    found = sums_ms(model, 8, 2, 4, link)
+    assert found == pytest.approx(
+        (65 * (10 + 1.5 * 65536 / 45e3) + 32 * (10 + 1.5 * 64 / 45e3)) / 1e3
+    )
 
 
 def test_one_device_sums_nothing():
