@@ -23,14 +23,15 @@ from .test_ranks import SIX_HEADS, engine_of, tokens_of
         ("six-heads", 4, "int8"),
         ("gemma4-small", 2, "int8_weights"),
         ("phi3", 4, "fp8_weights"),
+        ("olmo2", 4, "fp8_weights"),
         ("llama-biases-head96", 2, "fp8"),
         ("glm4-moe", 2, "int8_weights"),
         ("glm4-moe", 4, "fp8"),
     ],
 )
 def test_weights_that_are_quantised_when_loaded(name, shards, scheme, request, tmp_path):
-    """Biases, fewer KV heads than ranks, tied embeddings, heads of zeros, experts. A token that is
-    quantised has one scale on all ranks.
+    """Biases, fewer KV heads than ranks, tied embeddings, heads of zeros, norms over all heads,
+    experts. A token that is quantised has one scale on all ranks.
     """
     options = {"quantization": scheme}
     if name == "six-heads":

@@ -237,6 +237,23 @@ def test_norms_over_all_heads_on_shards(tmp_path, name, fields):
     assert one["compilations"] == two["compilations"] == four["compilations"] == 0
 
 
+OWN_SQUARES = """
+from twinfer.tpu import binding
+
+is_sum = binding._is_sum
+binding._is_sum = lambda op, axes: op.name != "qk_mean_squares" and is_sum(op, axes)
+"""
+
+
+@pytest.mark.slow
+def test_tokens_tell_whose_squares_the_norms_over_all_heads_are_of(tmp_path, monkeypatch):
+    """Those of one shard are not enough."""
+    build("olmo2", folder := str(tmp_path))
+    monkeypatch.setattr(sys.modules[__name__], "SCRIPT", OWN_SQUARES + SCRIPT)
+    one, four = run(folder, [1, 4])
+    assert one["outputs"] != four["outputs"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["mxfp4", "packed-zeros", "fp8-block"])
 def test_narrow_experts_on_shards(tmp_path, scheme):
