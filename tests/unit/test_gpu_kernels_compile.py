@@ -584,9 +584,22 @@ def test_heads_of_512_have_blocks_of_their_own_on_every_chip(monkeypatch, chip, 
     launch.config.cache_clear()
 
 
-@pytest.mark.parametrize("rows", [17, 64, 128])
-@pytest.mark.parametrize("warps", [4, 8])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "warps", "gated"),
+    [
+        (17, 4, True),
+        (128, 8, False),
+        *(
+            pytest.param(rows, warps, gated, marks=pytest.mark.slow)
+            for rows, warps, gated in (
+                (17, 8, False),
+                (64, 4, False),
+                (64, 8, True),
+                (128, 4, True),
+            )
+        ),
+    ],
+)
 @pytest.mark.parametrize(
     ("kind", "group", "zero", "bias", "parts", "dtype"),
     [
@@ -625,9 +638,9 @@ def test_narrow_products_by_tiles_compile(
     assert compiled == ["narrow_tile_kernel"]
 
 
-@pytest.mark.parametrize("n", [512, 2 * 8448])
-@pytest.mark.parametrize("rows", [9, 32, 64, 128])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("n", [512, pytest.param(2 * 8448, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [9, pytest.param(32, marks=pytest.mark.slow), 64, 128])
+@pytest.mark.parametrize("gated", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("kind", "group"), [("int4", 128), ("int8", 256), ("fp4", 16)])
 def test_narrow_products_by_tiles_fit(compiled, n, rows, gated, kind, group):
     """As `configs.json` has them, in shared memory; one row goes elsewhere, and more to cuBLAS."""
