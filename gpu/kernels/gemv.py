@@ -34,8 +34,11 @@ def _takes_linear(x: Array, weight: Array, bias: Array | None) -> bool:
 def linear(x: Array, weight: Array, bias: Array | None) -> Array:
     """See the op."""
     few = _few(x, weight, bias, x.dtype)
-    if few is not None:
-        return few
+    return by_cublas(x, weight, bias) if few is None else few
+
+
+def by_cublas(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """See the op: also of a weight that the launch before writes, as nothing is read early."""
     if bias is not None and (x.shape[1] % 8 or weight.shape[0] % 8):
         # For sizes that its fused epilogue does not take, cuBLAS was seen to round before the bias.
         return (_product(x, weight) + bias).to(x.dtype)

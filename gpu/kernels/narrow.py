@@ -13,7 +13,7 @@ from ...ops.declare import Array, dtype_name
 from ...ops.implement import Refusal, implement
 from ...ops.reference.narrow import FP8_UNITS
 from .counters import COUNTERS, counters
-from .gemv import block_columns, block_rows, linear
+from .gemv import block_columns, block_rows, by_cublas
 from .launch import (
     FLOATS,
     capability,
@@ -388,7 +388,7 @@ def _product(
     elif rows <= min(2, limit["gemv_rows"]):
         _gemv(asked)
     elif x_scale is None and rows > limit["widened_from"] and dtype_name(x) != "float32":
-        return linear(asked.x, _widened(asked), asked.bias)
+        return by_cublas(asked.x, _widened(asked), asked.bias)
     else:
         _blocks(asked)
     return out

@@ -532,6 +532,30 @@ def test_triton_products_of_int4_in_whole_blocks(kernels, device, rows, dtype, z
     judge("linear_grouped", arguments, device)
 
 
+def test_triton_reads_no_widened_weight_before_it_is_written(kernels, device, monkeypatch):
+    """Kernels for a few rows read weights while the launch before them may still run, here the one
+    that widens: that product is the library's.
+    """
+    from twinfer.gpu.kernels import gemv
+
+    asked = []
+    few = gemv._few
+    monkeypatch.setattr(
+        gemv, "_few", lambda *args, **more: asked.append(args) or few(*args, **more)
+    )
+    rng, n, k = np.random.default_rng(4), 64, 128
+    arguments = {
+        "x": normal(rng, "float16", 100, k),
+        "weight": rng.integers(0, 256, (n, k // 2)).astype(np.uint8),
+        "scale": (2.0 ** rng.uniform(-6, -3, (n, 8))).astype(np.float32),
+        "zero": None,
+        "bias": None,
+        "kind": "fp4",
+    }
+    judge("linear_grouped", arguments, device)
+    assert not asked
+
+
 @pytest.mark.parametrize("rows", [1, 2, 9, 40])
 @pytest.mark.parametrize(
     ("op", "block"), [("linear_int8", 0), ("linear_fp8", 0), ("linear_fp8", 128)]
