@@ -534,7 +534,8 @@ def tiles_take(product: Product) -> bool:
     long = kind != "fp4" and group % 128 == 0 and dtype_name(x) in ("bfloat16", "float16")
     # Scales of shorter groups multiply entries, for which float16 has too few powers of two.
     short = kind in PACKED and group in (16, 32, 64) and dtype_name(x) == "bfloat16"
-    aligned = k % 128 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    aligned = k % 128 == 0 and x.stride(0) % 8 == 0
+    aligned = aligned and all(y.data_ptr() % 16 == 0 for y in (x, product.weight))
     return (long or short) and aligned and 2 < rows <= MOST_TILE_ROWS
 
 

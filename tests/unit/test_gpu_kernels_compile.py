@@ -271,6 +271,18 @@ def test_narrow_weights_compile(compiled, rows, kind, group, zeros):
     assert compiled == [by_rows[rows]]
 
 
+@pytest.mark.parametrize("offset", [1, 8, 16])
+def test_narrow_weights_that_the_copy_engine_does_not_take(compiled, offset):
+    """It reads from multiples of 16 bytes on; others are for a kernel that loads what it reads."""
+    from twinfer.gpu.kernels import narrow
+
+    n, k = 64, 256
+    weight = torch.zeros(n * k + offset, dtype=torch.int8)[offset:].view(n, k)
+    x = torch.zeros(16, k, dtype=torch.bfloat16)
+    narrow.linear_grouped(x, weight, torch.zeros(n, 1), None, None, "int8")
+    assert compiled == ["narrow_kernel" if offset % 16 else "narrow_tile_kernel"]
+
+
 @pytest.mark.parametrize("rows", [1, 2, 16, 300])
 @pytest.mark.parametrize(
     ("kind", "block"), [("int8", 0), ("fp8", 0), ("fp8", 128)], ids=["int8", "fp8", "fp8-blocks"]
