@@ -113,7 +113,7 @@ class TorchWorker:
         try:
             self._plans = make_plans(model, config)
         except OpError as error:
-            raise ConfigError(f"op_priority, enable_ops: {error}") from error
+            raise ConfigError(f"{error.options}: {error}") from error
         self._compilation, self.changes = fit_mode(config.compilation, self._plans)
         self.changes += without_kernels(self._plans)
         check_options(self._compilation.inductor_compile_config)

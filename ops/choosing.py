@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, Literal
 
-from .declare import REGISTRY, Op, OpError
+from .declare import REGISTRY, NotRowInvariant, Op, OpError
 from .implement import IMPLEMENTATIONS, Framework, Implementation, Refusal, always
 from .recording import Call
 from .source_hash import source_hash
@@ -114,9 +114,10 @@ class Chooser:
                 return Choice(op.name, available[provider], tuple(passed_over), voice)
             passed_over.append((provider, why))
         if self.row_invariant and not (last.row_invariant or last.provider == COMPOSITION):
-            raise OpError(
-                f"op {op.name!r}: no implementation for {self.framework} promises rows that do not "
-                f"depend on the batch (row_invariant); there are {', '.join(available)}"
+            raise NotRowInvariant(
+                f"got True, allowed is False: op {op.name!r}: no implementation for "
+                f"{self.framework} promises rows that do not depend on the batch; there are "
+                f"{', '.join(available)}"
             )
         return Choice(op.name, last, tuple(passed_over))
 

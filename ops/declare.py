@@ -30,7 +30,17 @@ __all__ = [
 
 
 class OpError(Exception):
-    """An op or an implementation is declared wrongly, or a plan cannot be made."""
+    """An op or an implementation is declared wrongly, or a plan cannot be made: `options` are what
+    was asked for then.
+    """
+
+    options = "op_priority, enable_ops"
+
+
+class NotRowInvariant(OpError):
+    """No plan keeps a row's bits in any company."""
+
+    options = "row_invariant"
 
 
 @dataclass(frozen=True, slots=True)

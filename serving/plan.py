@@ -30,7 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         plans = backend_module(backend).make_plans(model, resolved)
     except OpError as error:
-        raise ConfigError(f"op-priority, enable-ops: {' '.join(str(error).split())}") from error
+        why = " ".join(str(error).split())
+        raise ConfigError(f"{error.options.replace('_', '-')}: {why}") from error
     rows = _plan_rows(plans)
     if arguments.all:
         called = {row["op"] for row in rows}

@@ -135,7 +135,7 @@ class JaxWorker:
             self._plans = make_plans(model, config)
             self._model = program_model(model, config, self._plans, self._mesh)
         except OpError as error:
-            raise ConfigError(f"op_priority, enable_ops: {error}") from error
+            raise ConfigError(f"{error.options}: {error}") from error
         self.changes.append(use_cache(config.compilation_cache_dir, list(self._mesh.devices.flat)))
         self._dtype = jnp.dtype(config.dtype)
         self._programs: dict[Any, Callable[..., Any]] = {}

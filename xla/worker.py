@@ -114,7 +114,7 @@ class XlaWorker:
         try:
             self._plans = make_plans(model, config)
         except OpError as error:
-            raise ConfigError(f"op_priority, enable_ops: {error}") from error
+            raise ConfigError(f"{error.options}: {error}") from error
         self._setting = Setting(
             decoder.model_of(model),
             BoundPlans(self._plans, lambda kind, plan: bind(plan)),

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from twinfer.serving.cli import main
 from twinfer.serving.llm import LLM
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.demand import Demand
@@ -137,6 +138,18 @@ def test_where_jax_does_not_keep_it_it_is_refused(platform, tmp_path):
     config = EngineConfig(model=str(tmp_path / "it"), row_invariant=True, backend="jax")
     with pytest.raises(ConfigError, match=f"row_invariant: got the jax backend on {platform}"):
         resolve(config, load_config(str(tmp_path / "it")), DeviceInfo(platform, "any", 1 << 36))
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_a_model_without_such_implementations_is_refused(backend, tmp_path, capsys):
+    build("mixtral", str(tmp_path))
+    options = {"device": "cpu", "backend": backend, "row_invariant": True}
+    says = r"row_invariant: got True, allowed is False: op '\w+': no implementation"
+    with pytest.raises(ConfigError, match=says):
+        LLM(str(tmp_path), **SIZES | options)
+    words = ["--device", "cpu", "--backend", backend, "--row-invariant"]
+    assert main(["plan", str(tmp_path), *words]) == 2
+    assert "row-invariant: got True, allowed is False: op" in capsys.readouterr().err
 
 
 def test_an_op_without_such_an_implementation_is_named():
