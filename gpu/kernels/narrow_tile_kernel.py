@@ -8,8 +8,8 @@ The copy engine brings blocks of the weight before the inputs are there. k may b
 programs, the last of which to arrive adds the parts in their order.
 
 Scales of groups that are blocks of k or longer multiply sums. Those of shorter groups multiply the
-entries, in bfloat16: each as two parts, of which the first is so short that its product is exact,
-so the entry is rounded once.
+entries, in bfloat16: each as two parts, of which the first is so short that its product is exact.
+So an entry is rounded once, of a scale that has 12 or 14 bits.
 """
 
 import triton.language as tl
