@@ -83,7 +83,7 @@ def build(
             plans = make_plans(model, config)
         tools = program_model(model, config, plans, mesh)
     except OpError as error:
-        raise ConfigError(f"op_priority, enable_ops: {error}") from error
+        raise ConfigError(f"{error.options}: {error}") from error
     if out is not None:
         executables.make_folder(out)  # a wrong one shows before minutes of work
         which = "all"

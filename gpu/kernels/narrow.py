@@ -380,12 +380,10 @@ def _product(
     if rows == 0:
         return out
     asked = prepared(x, weight, scale, zero, x_scale, bias, kind, out)
+    if try_operand_kernels(asked):
+        return out
     limit = config("narrow", kind)
-    if fragments_take(asked):
-        fragments(asked)
-    elif tiles_take(asked):
-        tiles(asked)
-    elif rows <= min(2, limit["gemv_rows"]):
+    if rows <= min(2, limit["gemv_rows"]):
         _gemv(asked)
     elif x_scale is None and rows > limit["widened_from"] and dtype_name(x) != "float32":
         return by_cublas(asked.x, _widened(asked), asked.bias)
@@ -483,6 +481,17 @@ def _fp8_gemv(product: Product) -> None:
     )  # fmt: skip
 
 
+def try_operand_kernels(product: Product, *, gated: bool = False) -> bool:
+    """Whether a kernel that widens weights to operands of the tensor cores takes the product, which
+    it has launched then, or silu(gate) * up of it if `gated`.
+    """
+    for takes, launch in ((fragments_take, fragments), (tiles_take, tiles)):
+        if takes(product):
+            launch(product, gated=gated)
+            return True
+    return False
+
+
 def fragments_take(product: Product) -> bool:
     """Whether `fragment_kernel` takes so many rows of this kind."""
     rows, _, k = product.sizes
@@ -534,9 +543,10 @@ def tiles_take(product: Product) -> bool:
     long = kind != "fp4" and group % 128 == 0 and dtype_name(x) in ("bfloat16", "float16")
     # Scales of shorter groups multiply entries, for which float16 has too few powers of two.
     short = kind in PACKED and group in (16, 32, 64) and dtype_name(x) == "bfloat16"
-    aligned = k % 128 == 0 and x.stride(0) % 8 == 0
-    aligned = aligned and all(y.data_ptr() % 16 == 0 for y in (x, product.weight))
-    return (long or short) and aligned and 2 < rows <= MOST_TILE_ROWS
+    if not (long or short) or not 2 < rows <= MOST_TILE_ROWS:
+        return False
+    aligned = all(y.data_ptr() % 16 == 0 for y in (x, product.weight))
+    return aligned and k % 128 == 0 and x.stride(0) % 8 == 0
 
 
 def tiles(product: Product, *, gated: bool = False) -> None:

@@ -28,8 +28,7 @@ from .narrow import (
     takes_grouped,
     takes_quantised,
     takes_units,
-    tiles,
-    tiles_take,
+    try_operand_kernels,
 )
 from .narrow_kernels import silu_quantize_kernel
 from .rows import silu_and_mul
@@ -233,10 +232,6 @@ def _gated(
     rows, inter = x.shape[0], weight.shape[0] // 2
     out = torch.empty((rows, inter), dtype=x.dtype, device=x.device)
     asked = prepared(x, weight, scale, zero, None, bias, kind, out)
-    if rows and fragments_take(asked):
-        fragments(asked, gated=True)
-        return out
-    if rows and tiles_take(asked):
-        tiles(asked, gated=True)
+    if try_operand_kernels(asked, gated=True):
         return out
     return silu_and_mul(linear_grouped(x, weight, scale, zero, bias, kind))
