@@ -15,6 +15,7 @@ from ..namespaces import namespace
 from ..reference.paged import check_reach, oldest_seen
 from ..reference.quantization import stored
 
+XP = namespace("torch")
 QUERY_BLOCK = 256
 MAX_GATHER = 1 << 26
 """Elements of the cache gathered at a time: bounds the memory that a step needs."""
@@ -33,8 +34,7 @@ def write_kv(
     slot.
     """
     pages, page_size, heads, size = kv.shape
-    xp = namespace("torch")
-    rows = torch.stack([stored(xp, k, kv, k_scale), stored(xp, v, kv, v_scale)], dim=2).view(
+    rows = torch.stack([stored(XP, k, kv, k_scale), stored(XP, v, kv, v_scale)], dim=2).view(
         k.shape[0], heads, size
     )
     target = slots.remainder(pages * page_size).to(torch.int64)  # slot -1 is the last one

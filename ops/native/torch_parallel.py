@@ -18,6 +18,7 @@ from ..implement import implement
 from ..namespaces import namespace
 from ..reference.quantization import largest_of_rows, scale_of
 
+XP = namespace("torch")
 _group: Any = None
 _plans_for_ranks = False
 # Its name since torch 2.13.
@@ -74,5 +75,4 @@ def all_reduce(x: Array) -> Array:
 @implement("token_scales", provider="native", framework="torch", opaque=True)
 def token_scales(x: Array, limit: float) -> Array:
     """See the op."""
-    xp = namespace("torch")
-    return scale_of(xp, gathered(largest_of_rows(xp, x)).amax(0), limit)
+    return scale_of(XP, gathered(largest_of_rows(XP, x)).amax(0), limit)

@@ -19,6 +19,7 @@ from ..namespaces import namespace
 from ..reference.paged import check_reach, oldest_seen
 from .blocks import QUERY_BLOCK, ROW_BLOCK, register_sums
 
+XP = namespace("torch")
 SLOT_BLOCK = 128
 
 rows = partial(implement, provider=ROWS, framework="torch", row_invariant=True, sized=True)
@@ -49,7 +50,7 @@ def linear(x: Array, weight: Array, bias: Array | None) -> Array:
 @rows("logits")
 def logits(x: Array, weight: Array) -> Array:
     """See the op."""
-    run = partial(namespace("torch").linear_accumulated, w=weight)
+    run = partial(XP.linear_accumulated, w=weight)
     found: Array = _by_block(run, ROW_BLOCK, x)
     return found
 

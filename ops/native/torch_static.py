@@ -19,6 +19,7 @@ from ..namespaces import namespace
 from ..reference.paged import check_reach, oldest_seen
 from ..reference.quantization import stored
 
+XP = namespace("torch")
 STATIC = "static"
 """The provider."""
 XLA = "xla"
@@ -34,8 +35,7 @@ def linear(x: Array, weight: Array, bias: Array | None) -> Array:
     """See the op. XLA would round the product before it adds the bias."""
     if bias is None:
         return F.linear(x, weight)
-    xp = namespace("torch")
-    return (xp.linear_accumulated(x, weight) + xp.accumulate(bias)).to(x.dtype)
+    return (XP.linear_accumulated(x, weight) + XP.accumulate(bias)).to(x.dtype)
 
 
 @static("write_kv", row_invariant=True)
@@ -49,8 +49,7 @@ def write_kv(
 ) -> Array:
     """See the op; rows with slot -1 go to the scratch slot."""
     pages, page_size, heads, size = kv.shape
-    xp = namespace("torch")
-    rows = torch.stack([stored(xp, k, kv, k_scale), stored(xp, v, kv, v_scale)], dim=2)
+    rows = torch.stack([stored(XP, k, kv, k_scale), stored(XP, v, kv, v_scale)], dim=2)
     rows = rows.reshape(k.shape[0], heads, size)
     target = slots.remainder(pages * page_size).to(torch.int64)  # slot -1 is the last one
     flat = _bits(kv).reshape(pages * page_size, heads, size)

@@ -50,12 +50,21 @@ def url(monkeypatch):
 
 
 def test_a_replica_is_the_server(url):
-    params = SamplingParams(temperature=0, max_tokens=12)
+    # Long enough to arrive in several parts where Ray's proxy or the client is slow: what was
+    # generated meanwhile comes as one.
+    length = 200
+    params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
     options = {"backend": "torch", "device": "cpu", "dtype": "float32", "max_model_len": 256}
     with LLM("demo", progress=False, **options) as llm:
         (alone,) = llm.generate(["Once upon a time"], params, progress=False)
     text = alone.outputs[0].text
-    body = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
+    body = {
+        "model": "demo",
+        "prompt": "Once upon a time",
+        "max_tokens": length,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     with httpx.Client(base_url=url, timeout=60) as client:
         answer = client.post("/v1/completions", json=body)
         assert answer.status_code == 200
