@@ -32,6 +32,7 @@ from twinfer.ops.testing import (
 )
 
 import_module("twinfer.gpu.cpu_kernels")  # registers the kernels for CPUs
+import_module("twinfer.tpu.kernels")  # and those for TPUs, with their interpreter
 load_all()
 OPS = sorted(op.name for op in REGISTRY if op.reference.__module__.startswith("twinfer."))
 FRAMEWORKS = ("numpy", "torch", "jax")
