@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 from ..bucketing import Descriptor
@@ -24,7 +25,7 @@ PROMPT_ROWS = 64
 
 
 def chooser(config: ResolvedConfig) -> Callable[..., Plan]:
-    """`resolve` as it chooses here: `calls=None` gives a plan over all ops."""
+    """`resolve` as it chooses here."""
     return partial(
         resolve,
         "torch",
@@ -33,6 +34,12 @@ def chooser(config: ResolvedConfig) -> Callable[..., Plan]:
         enable=config.enable_ops,
         row_invariant=config.row_invariant,
     )
+
+
+def plan_all(config: ResolvedConfig) -> Plan:
+    """A plan over all ops, of one of several ranks if there are such. Raises OpError."""
+    with planning_for_ranks() if config.tensor_parallel_size > 1 else nullcontext():
+        return chooser(config)()
 
 
 def make_plans(model: ModelConfig, config: ResolvedConfig) -> Plans:

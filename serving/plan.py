@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     rows = _plan_rows(plans)
     if arguments.all:
         called = {row["op"] for row in rows}
-        every_op = backend_module(backend, "plans").chooser(resolved)()
+        every_op = backend_module(backend, "plans").plan_all(resolved)
         rows += [
             _plan_row(choice, "-")
             for name, choice in every_op.choices.items()

@@ -35,7 +35,7 @@ from . import (
 
 
 def chooser(config: ResolvedConfig) -> Callable[..., Plan]:
-    """`resolve` as it chooses here: `calls=None` gives a plan over all ops."""
+    """`resolve` as it chooses here."""
     return partial(
         resolve,
         "jax",
@@ -44,6 +44,11 @@ def chooser(config: ResolvedConfig) -> Callable[..., Plan]:
         enable=config.enable_ops,
         row_invariant=config.row_invariant,
     )
+
+
+def plan_all(config: ResolvedConfig) -> Plan:
+    """A plan over all ops. Raises OpError."""
+    return chooser(config)()
 
 
 def make_plans(model: ModelConfig, config: ResolvedConfig) -> Plans:

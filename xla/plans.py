@@ -17,8 +17,13 @@ from ..shared.step_difference import sampler_size
 
 
 def chooser(config: ResolvedConfig) -> Callable[..., Plan]:
-    """`resolve` as it chooses here: `calls=None` gives a plan over all ops."""
+    """`resolve` as it chooses here."""
     return partial(resolve, "torch", config.op_priority, platform=XLA, enable=config.enable_ops)
+
+
+def plan_all(config: ResolvedConfig) -> Plan:
+    """A plan over all ops. Raises OpError."""
+    return chooser(config)()
 
 
 def make_plans(model: ModelConfig, config: ResolvedConfig) -> Plans:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from twinfer.gpu.plans import make_plans
+from twinfer.gpu.plans import make_plans, plan_all
 from twinfer.ops import resolve as plan
 from twinfer.ops.namespaces import namespace
 from twinfer.ops.recording import Recorder
@@ -84,6 +84,14 @@ def test_the_plans_of_a_model_on_ranks_have_the_sums_of_ranks(monkeypatch):
     assert make_plans(model, config)["decode"]["all_reduce"].provider == "nccl"
     here = make_plans(shard_config(model, Shard(0, 2)), config)
     assert here["decode"]["all_reduce"].provider == "native"
+
+
+@pytest.mark.parametrize(("shards", "provider"), [(1, "native"), (2, "nccl")])
+def test_a_plan_over_all_ops_is_that_of_a_rank(shards, provider, monkeypatch):
+    """`twinfer plan --all` lists what ranks would run of the ops that the model does not call."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    _, config = resolved("demo", shards, op_priority={"token_scales": ["nccl"]})
+    assert plan_all(config)["token_scales"].provider == provider
 
 
 def test_small_embeddings_of_layers_are_one_more_sum():
