@@ -38,7 +38,7 @@ from .errors import ConfigError, UnsupportedModel
 from .jax_config import check_ladders
 from .models.config import ModelConfig
 from .models.decoder import parameters_of
-from .models.placement import check_pieces, local_config
+from .models.placement import local_config, split_pieces
 from .options import options_of
 from .page_table import default_page_size
 from .xla_config import check_torch_xla
@@ -67,6 +67,8 @@ BACKEND_ON: Mapping[str, Backend] = {"tpu": "jax", "cuda": "torch", "cpu": "torc
 """What `backend="auto"` is on each platform (`shared/backends.py` knows more: what is installed
 and works).
 """
+MOST_NAMED_SHARDS = 16
+"""Up to which numbers of shards an error names those that are allowed."""
 MAX_VOCAB = 1 << 19
 """Words whose masses the sampler adds up exactly (`ops/reference/sampling.py`)."""
 
@@ -226,19 +228,30 @@ def _check_shards(config: EngineConfig, model: ModelConfig) -> None:
             "--distributed-executor-backend ray: there are no ranks that could be lost"
         )
     _check_experts(config, model)
-    check_pieces(parameters_of(model), model, config.tensor_parallel_size)
-    _check_own_pieces(config, model)
+    if splits := _split(model, config.tensor_parallel_size):
+        whole = [
+            str(size)
+            for size in range(1, MOST_NAMED_SHARDS + 1)
+            if (model.num_experts or size) % size == 0 and not _split(model, size)
+        ]
+        raise ConfigError(
+            f"tensor_parallel_size: got {config.tensor_parallel_size}, which splits {splits}; "
+            f"allowed up to {MOST_NAMED_SHARDS} are {', '.join(whole)}"
+        )
 
 
-def _check_own_pieces(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError where a shard would have no whole groups or bytes of a narrow weight."""
-    size = config.tensor_parallel_size
+def _split(model: ModelConfig, size: int) -> str:
+    """What of narrow weights so many shards would split, or "". Raises UnsupportedModel where the
+    whole model has no such weights.
+    """
+    table = parameters_of(model)
+    if splits := split_pieces(table, model, size):
+        return splits
     try:
         parameters_of(local_config(model, size))
     except UnsupportedModel as error:
-        raise ConfigError(
-            f"tensor_parallel_size: got {size}, which splits weights that are held whole: {error}"
-        ) from None
+        return f"weights that are held whole (on each device: {error})"
+    return ""
 
 
 def _check_experts(config: EngineConfig, model: ModelConfig) -> None:

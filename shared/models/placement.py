@@ -13,7 +13,6 @@ from functools import cache
 
 import numpy as np
 
-from ..errors import ConfigError
 from .config import Heads, ModelConfig
 from .spec import Shard
 from .table import Parameter, ParameterTable, Part
@@ -183,8 +182,8 @@ def place(
     return Placement(parameter.shape, None, None)
 
 
-def check_pieces(table: ParameterTable, model: ModelConfig, shards: int) -> None:
-    """Raise ConfigError unless each shard holds whole groups of narrow weights, and whole bytes."""
+def split_pieces(table: ParameterTable, model: ModelConfig, shards: int) -> str:
+    """What of narrow weights such shards would split, groups or bytes, or ""."""
     for parameter in table:
         of = parameter.piece_of
         if of is None or of.piece == "input_scale" or parameter.axes[-1] == "one":
@@ -198,10 +197,8 @@ def check_pieces(table: ParameterTable, model: ModelConfig, shards: int) -> None
         spread = np.where(own.source[:, None] < 0, -1, entries).reshape(-1)
         in_turn = len(wide.source) // shards % size == 0
         if not (in_turn and np.array_equal(spread, wide.source)):
-            raise ConfigError(
-                f"tensor_parallel_size: got {shards}, which splits groups of {size} entries that "
-                f"share a {of.piece} in {of.wide.name}; allowed are sizes that leave them whole"
-            )
+            return f"groups of {size} entries that share a {of.piece} in {of.wide.name}"
+    return ""
 
 
 def _source(

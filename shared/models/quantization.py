@@ -7,6 +7,7 @@ scales and what else it has. Their keys are those of the module with the piece b
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -75,7 +76,7 @@ WHEN_LOADED: Mapping[str, Narrow] = {
 
 def narrowed_table(table: ParameterTable, quantization: Quantization) -> ParameterTable:
     """The parameters of a model whose projections are narrow, but for those of modules that stay
-    as they are.
+    as they are. Raises UnsupportedModel where a row has no whole groups or bytes.
     """
     found: list[Parameter] = []
     every = {name for names in PROJECTIONS.values() for name in names}
@@ -88,6 +89,7 @@ def narrowed_table(table: ParameterTable, quantization: Quantization) -> Paramet
         if wide:
             found.append(replace(parameter, layers=wide))
         if narrow:
+            _check_rows(parameter, narrow[0], quantization, table)
             found += pieces_of(replace(parameter, layers=narrow), quantization.narrow)
     return ParameterTable(tuple(found), table.ignored, table.copies)
 
@@ -170,21 +172,36 @@ def module_of(key: str) -> str:
     return view_of(key)[0].removesuffix(".weight")
 
 
+def _unit(narrow: Narrow) -> int:
+    """Of how many entries rows have a multiple: those of a group, and of a byte."""
+    return math.lcm(2, narrow.group or 1)
+
+
+def _check_rows(
+    parameter: Parameter, layer: int, quantization: Quantization, table: ParameterTable
+) -> None:
+    """Raise UnsupportedModel unless rows of a parameter have whole groups, and whole bytes."""
+    k, unit = parameter.shape[1], _unit(quantization.narrow)
+    if k % unit == 0:
+        return
+    module = module_of(parameter.parts[0].key).format(layer=layer)
+    why = (
+        f"the rows of {parameter.name} ({module}) have {k} entries, allowed are multiples of {unit}"
+    )
+    if quantization.form != "wide":
+        raise UnsupportedModel(f"quantization_config: {quantization.title}, and {why}")
+    every = {name for names in PROJECTIONS.values() for name in names}
+    rows = {parameter.shape[1] for parameter in table if parameter.name in every}
+    fits = [name for name, each in WHEN_LOADED.items() if not any(k % _unit(each) for k in rows)]
+    others = f"; all rows of this model fit {', '.join(fits)}" if fits else ""
+    named = next(name for name, each in WHEN_LOADED.items() if each == quantization.narrow)
+    raise UnsupportedModel(f"quantization: got {named}, and {why}{others}")
+
+
 def pieces_of(wide: Parameter, narrow: Narrow) -> Iterator[Parameter]:
     """The parameters that hold `wide`."""
     n, k = wide.shape
-    group = narrow.group or k
-    if k % group:
-        raise UnsupportedModel(
-            f"quantization: {narrow.kind} by groups of {group} entries, the rows of {wide.name} "
-            f"have {k}, which is no multiple of it"
-        )
-    if k % 2:
-        raise UnsupportedModel(
-            f"quantization: the rows of {wide.name} have {k} entries on each device, allowed are "
-            "even numbers"
-        )
-    groups, (rows, columns) = k // group, wide.axes
+    groups, (rows, columns) = k // (narrow.group or k), wide.axes
     across = columns if groups > 1 else "one"
     kind = DTYPE_OF[narrow.kind]
     shape = (n, k // 2 if narrow.kind in PACKED else k)

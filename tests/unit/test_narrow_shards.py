@@ -73,10 +73,20 @@ def test_ranks_hold_the_bits_of_one_process(scheme, monkeypatch):
 @pytest.mark.parametrize(
     ("scheme", "width", "words"),
     [
-        ("int4_g32", 608, "which splits groups of 32 entries that share a scale in down"),
-        ("int4", 128, "int4 by groups of 128 entries, the rows of down have 64, which is no mul"),
-        ("int4_g32", 96, "which splits groups of 32 entries that share a scale in down"),
-        ("int8_weights", 602, "the rows of down have 301 entries on each device, allowed are even"),
+        (
+            "int4_g32", 608,
+            "groups of 32 entries that share a scale in down; allowed up to 16 are 1$",
+        ),
+        (
+            "int4", 128,
+            r"on each device: quantization: got int4, and the rows of down \(.*mlp.down_proj\) "
+            r"have 64 entries, allowed are multiples of 128.*; allowed up to 16 are 1$",
+        ),
+        ("int4_g32", 96, "groups of 32 entries that share a scale in down; allowed .* are 1, 3$"),
+        (
+            "int8_weights", 602,
+            r"on each device: .*down.* have 301 entries, allowed are multiples of 2\); .* are 1, 7, 8, 16$",
+        ),
     ],
 )
 @pytest.mark.parametrize("backend", ["torch", "jax"])

@@ -12,10 +12,11 @@ from twinfer.ops.namespaces import namespace
 from twinfer.ops.recording import Recorder
 from twinfer.ops.shapes import recording_ops
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
-from twinfer.shared.errors import ConfigError
+from twinfer.shared.errors import ConfigError, UnsupportedModel
 from twinfer.shared.models import decoder
 from twinfer.shared.models.calls import ModelShapes, _empty, record_samplers
 from twinfer.shared.models.config_json import load_config
+from twinfer.shared.models.families import parameters_of
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.models.placement import head_layout, place, shard_config
 from twinfer.shared.models.quantization import WHEN_LOADED, Quantization
@@ -337,16 +338,30 @@ def test_what_ranks_do_not_do_is_refused(options, words):
         resolve(config, model, CPU)
 
 
-def test_rows_of_an_odd_number_are_refused_by_what_they_are():
-    """Not as if they were no multiple of a group that is the whole row."""
-    from twinfer.shared.errors import UnsupportedModel
-    from twinfer.shared.models.families import parameters_of
-    from twinfer.shared.models.quantization import WHEN_LOADED, pieces_of
+WIDE = "model.layers.0.mlp.down_proj"
 
-    table = parameters_of(load_config(model_folder("demo")))
-    down = next(parameter for parameter in table if parameter.name == "down")
-    odd = replace(down, shape=(down.shape[0], 5))
-    with pytest.raises(UnsupportedModel, match="the rows of down have 5 entries on each device"):
-        list(pieces_of(odd, WHEN_LOADED["int8_weights"]))
-    with pytest.raises(UnsupportedModel, match="the rows of down have 5, which is no multiple"):
-        list(pieces_of(odd, WHEN_LOADED["int4"]))
+
+@pytest.mark.parametrize(
+    ("width", "quantization", "words"),
+    [
+        (
+            608, Quantization(WHEN_LOADED["int4"]),
+            rf"quantization: got int4, and the rows of down \({WIDE}\) have 608 entries, allowed are "
+            "multiples of 128; all rows of this model fit fp8, fp8_weights, int8, int8_weights, "
+            "int4_g32",
+        ),
+        (
+            601, Quantization(WHEN_LOADED["int8_weights"]),
+            rf"got int8_weights, and .* down \({WIDE}\) have 601 entries, .* multiples of 2",
+        ),
+        (
+            608, Quantization(Narrow("int4", 64), "packed"),
+            rf"quantization_config: weights in int4 by groups of 64, and the rows of down \({WIDE}\) "
+            "have 608 entries, allowed are multiples of 64",
+        ),
+    ],
+)  # fmt: skip
+def test_rows_without_whole_groups_are_refused_by_what_is_allowed(width, quantization, words):
+    model = replace(load_config(model_folder("demo")), intermediate_size=width, quantization=quantization)
+    with pytest.raises(UnsupportedModel, match=f"{words}$"):
+        parameters_of(model)
