@@ -74,17 +74,20 @@ def test_ranks_hold_the_bits_of_one_process(scheme, monkeypatch):
     ("scheme", "width", "words"),
     [
         (
-            "int4_g32", 608,
+            "int4_g32",
+            608,
             "groups of 32 entries that share a scale in down; allowed up to 16 are 1$",
         ),
         (
-            "int4", 128,
+            "int4",
+            128,
             r"on each device: quantization: got int4, and the rows of down \(.*mlp.down_proj\) "
             r"have 64 entries, allowed are multiples of 128.*; allowed up to 16 are 1$",
         ),
         ("int4_g32", 96, "groups of 32 entries that share a scale in down; allowed .* are 1, 3$"),
         (
-            "int8_weights", 602,
+            "int8_weights",
+            602,
             r"on each device: .*down.* have 301 entries, allowed are multiples of 2\); .* are 1, 7, 8, 16$",
         ),
     ],

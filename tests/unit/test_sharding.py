@@ -362,6 +362,8 @@ WIDE = "model.layers.0.mlp.down_proj"
     ],
 )  # fmt: skip
 def test_rows_without_whole_groups_are_refused_by_what_is_allowed(width, quantization, words):
-    model = replace(load_config(model_folder("demo")), intermediate_size=width, quantization=quantization)
+    model = replace(
+        load_config(model_folder("demo")), intermediate_size=width, quantization=quantization
+    )
     with pytest.raises(UnsupportedModel, match=f"{words}$"):
         parameters_of(model)
