@@ -93,17 +93,33 @@ class _Beside(FromStart):
         self._others = others
 
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
-        own = self.sides[0].ran.logits
+        super()._logits(exact, faithful)
         if not self._others or not len(self._known(exact, faithful)):
             return
+        own = self.sides[0].ran.logits
         for other in self._others:
             logits = other.steps[self.number].arrays.get("logits")
-            if own is None or logits is None or logits.shape != own.shape:
+            if own is None or logits is None:
+                self._miss(other, own is not None, logits is not None)
+                continue
+            if logits.shape != own.shape:
                 raise NotComparable(
-                    f"step {self.number}: the bundle of {other.name} has no such logits"
+                    f"step {self.number}: logits of {other.name} are {list(logits.shape)}, those "
+                    f"of {self.name} {list(own.shape)}"
                 )
             ends = exact[: self.real], faithful[: self.real]
             self.diff.logits.append(compare_logits(logits, own, *ends, self.step, self.mode))
+
+    def _miss(self, other: Bundle, has_own: bool, other_has: bool) -> None:
+        """Name logits that one of two bundles has not, or both."""
+        before = f"the one of {other.name} before it"
+        who = "this bundle lacks" if other_has else f"{before} lacks"
+        if not has_own and not other_has:
+            who = f"this bundle and {before} lack"
+        self.diff.missing.append(
+            f"final logits of step {self.number}: {who} them; a live engine keeps tokens and "
+            "log-probabilities, which are judged against the references"
+        )
 
 
 def judge_bundle(

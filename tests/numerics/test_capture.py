@@ -17,6 +17,7 @@ from twinfer.numerics.errors import NotComparable
 from twinfer.numerics.faults.catalogue import plant
 from twinfer.numerics.questions.live import parse_policy
 from twinfer.numerics.questions.replay import replay
+from twinfer.numerics.questions.saved import compare
 from twinfer.numerics.sides.steps import default_prompts, held_entries, make_steps
 from twinfer.numerics.sides.subject import open_subject, parse_target
 from twinfer.shared.config import EngineConfig
@@ -347,6 +348,33 @@ def test_a_live_engine_keeps_steps_that_replay_on_the_other_backend(
     diff = replay(bundle, [parse_target("torch:cpu")])
     assert diff.first_divergence().side.startswith("recorded")
     assert diff.first_divergence().name.startswith("layer.1.")
+
+
+def test_bundles_of_live_engines_are_compared_by_what_they_have(subject, tmp_path):
+    """They have no logits, which is said; their tokens are judged."""
+    kept = []
+    for name in ("one", "two"):
+        made = engine(subject, "torch", f"{tmp_path / name},step=3")
+        serve(made)
+        kept.append(bundles.read(str(made.worker.kept[0])))
+    diff = compare(*kept)
+    assert (diff.exit_code, diff.problems) == (3, [])
+    (missing,) = diff.missing
+    assert missing.startswith(
+        "2: final logits of step 0: this bundle and the one of torch:cpu before it lack them; a live"
+    )
+    assert {f.side[0] for f in diff.findings} == {"a", "b"}
+    with_logits = captured(subject, "torch", 1)
+    recorded = with_logits.steps[0].arrays
+    lacks = replace(with_logits, steps=[replace(with_logits.steps[0], arrays=recorded.copy())])
+    del lacks.steps[0].arrays["logits"]
+    assert "the one of torch:cpu before it lacks them" in compare(lacks, with_logits).missing[0]
+    assert "this bundle lacks them" in compare(with_logits, lacks).missing[0]
+    tokens = kept[1].steps[0].arrays["tokens"]
+    tokens[0] = (tokens[0] + 1) % 300
+    diff = compare(*kept)
+    assert diff.exit_code == 1
+    assert f"token {tokens[0]} was served" in diff.problems[0]
 
 
 def test_a_live_engine_with_captures_keeps_its_page_groups(windowed, tmp_path):
