@@ -7,6 +7,7 @@ import json
 import math
 import os
 import string
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from twinfer.shared.errors import ModelError, ModelNotFound, TwinferError, UnsupportedModel
 from twinfer.shared.models import families
+from twinfer.shared.models import fields as fields_module
 from twinfer.shared.models.config import ModelConfig
 from twinfer.shared.models.config_json import load_config, parse_config
 from twinfer.shared.models.decoder import parameters_of, rotary_tables
@@ -412,6 +414,41 @@ def layers(**fields):
 @pytest.mark.parametrize("raw", [QWEN2, QWEN3])
 def test_qwen_windows_are_those_of_transformers(raw, fields):
     assert parse_config(raw | {"num_hidden_layers": 6} | fields).layer_windows == layers(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"sliding_window": 0},
+        {"use_sliding_window": True, "sliding_window": 512},
+        {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 3},
+        {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 0},
+        {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"] * 2},
+    ],
+)
+def test_qwen2_moe_windows_are_those_of_transformers(fields):
+    """Before `max_window_layers`, and not from there on as Qwen2's."""
+    import transformers
+
+    config = transformers.Qwen2MoeConfig(num_hidden_layers=4, **fields)
+    theirs = tuple(
+        config.sliding_window if kind == "sliding_attention" else 0 for kind in config.layer_types
+    )
+    raw = FAMILIES["qwen2_moe"] | {"num_hidden_layers": 4} | fields
+    assert parse_config(raw).layer_windows == theirs
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gemma4_text", "olmo3", "gpt_oss"])
+def test_layers_with_a_window_need_its_length(name):
+    """Whether the file says which layers these are, or the family does."""
+    raw = FAMILIES[name] | {"sliding_window": None}
+    words = "sliding_window is null, must be an integer"
+    if name == "gemma4_text":
+        words = "layer_types is sliding_attention, allowed: full_attention, since no sliding window"
+    refused(ModelError, words, base=raw)
+    full = {"layer_types": ["full_attention"] * raw["num_hidden_layers"]}
+    assert not any(parse_config(raw | full).layer_windows)
 
 
 def test_mistral_slides_in_every_layer_unless_null():
@@ -890,6 +927,80 @@ def test_fixed_fields_of_a_family_pass_at_their_values_alone(architecture):
 )
 def test_what_is_unknown_is_refused_with_the_nearest_known(fields, words):
     refused(UnsupportedModel, *words, **fields)
+
+
+class Noting(dict):
+    """An object that notes which of its fields are asked for."""
+
+    def __init__(self, raw, asked):
+        super().__init__(raw)
+        self.asked = asked
+
+    def get(self, name, default=None):
+        self.asked.add(name)
+        return super().get(name, default)
+
+    def __contains__(self, name):
+        self.asked.add(name)
+        return super().__contains__(name)
+
+
+SOMETIMES = {"torch_dtype", "rope_scaling", "head_dim", "vocab_size_per_layer_input"}
+"""Fields that are read where another one does not say it, or says that they are needed."""
+SOMETIMES |= {"original_max_position_embeddings", "quantization_config"}
+
+
+@pytest.mark.parametrize("name", sorted(ALONE | NEWER | MIXTURES))
+def test_every_field_that_a_family_knows_is_read(name, monkeypatch):
+    """One that is known and not read would change nothing, whatever it says."""
+    asked, init = set(), fields_module.Fields.__init__
+
+    def noting(self, raw, *more, **by_name):
+        init(self, Noting(raw, asked), *more, **by_name)
+
+    monkeypatch.setattr(fields_module.Fields, "__init__", noting)
+    parse_config(FAMILIES[name])
+    family = families.family_of(parse_config(FAMILIES[name]).architecture)
+    assert family.read_fields - asked - SOMETIMES == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("qwen3_moe", {"sliding_window": 8, "use_sliding_window": True}, "layer_types"),
+        ("qwen3_moe", {"num_local_experts": 3}, "num_local_experts is 3, allowed: 4"),
+        ("qwen3_moe", {"mlp_only_layers": [4]}, "mlp_only_layers is [4], must be a list of"),
+        ("qwen2_moe", {"attention_bias": False}, "attention_bias is False, allowed: true"),
+        ("gpt_oss", {"experts_per_token": 3}, "experts_per_token is 3, allowed: 4"),
+        *((name, {"mlp_bias": True}, "mlp_bias is True") for name in MIXTURES),
+    ],
+)
+def test_fields_that_contradict_what_is_read_are_refused(name, fields, words):
+    raw = FAMILIES[name]
+    if "layer_types" in words:
+        fields = fields | {"layer_types": ["full_attention"] * raw["num_hidden_layers"]}
+    refused(ModelError, words, base=raw, **fields)
+
+
+@pytest.mark.parametrize("name", sorted(ALONE | NEWER | MIXTURES))
+def test_a_field_that_is_left_out_is_what_transformers_takes(name):
+    """Or it has to be there. Tokens that end a text are no default of the architecture."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    raw, compared = FAMILIES[name], 0
+    family = families.family_of(parse_config(raw).architecture)
+    known = (family.read_fields | set(family.fixed_fields)) - {"eos_token_id", "bos_token_id"}
+    for field in dataclasses.fields(CONFIG_MAPPING[name]):
+        if field.name not in known or field.default is dataclasses.MISSING:
+            continue
+        try:
+            ours = parse_config({key: raw[key] for key in raw if key != field.name})
+        except ModelError:
+            continue
+        theirs = parse_config(raw | {field.name: field.default})
+        assert replace(ours, raw_hash="") == replace(theirs, raw_hash=""), field.name
+        compared += 1
+    assert compared > 5
 
 
 def test_lists_of_fields_do_not_overlap():

@@ -146,7 +146,7 @@ def windows_by_layer(fields: Fields, default: int) -> list[int]:
     layers, window = _num_layers(fields), _window(fields, default)
     if not fields.boolean("use_sliding_window", False):
         window = 0
-    first, types = _first_window(fields), _layer_types(fields, window)
+    first, types = first_window(fields), _layer_types(fields, window)
     if types is not None:
         return [window if name == "sliding_attention" else 0 for name in types]
     return [window if layer >= first else 0 for layer in range(layers)]
@@ -158,11 +158,14 @@ def windows_in_pattern(fields: Fields, default: int, pattern: int) -> list[int]:
     """
     for name in ("use_sliding_window", "max_window_layers"):
         fields.only(name)
-    window = fields.size("sliding_window", default)
+    window = _window(fields, default)
     types = _layer_types(fields, window)
-    if types is not None:
-        return [window if name == "sliding_attention" else 0 for name in types]
-    return [window if (layer + 1) % pattern else 0 for layer in range(_num_layers(fields))]
+    if types is None:
+        layers = range(1, _num_layers(fields) + 1)
+        types = [LAYER_TYPES[1] if layer % pattern else LAYER_TYPES[0] for layer in layers]
+    if not window and LAYER_TYPES[1] in types:
+        fields.fail("sliding_window", "is null, must be an integer where layers have a window")
+    return [window if name == LAYER_TYPES[1] else 0 for name in types]
 
 
 def _same_in_all(fields: Fields, window: int) -> list[int]:
@@ -173,7 +176,7 @@ def _same_in_all(fields: Fields, window: int) -> list[int]:
         fields.refuse(
             "use_sliding_window", window == 0, f"what sliding_window ({window or None}) says"
         )
-    _first_window(fields)
+    first_window(fields)
     types = _layer_types(fields, window)
     usual = "sliding_attention" if window else "full_attention"
     if types is not None and any(name != usual for name in types):
@@ -191,7 +194,8 @@ def _window(fields: Fields, default: int | None) -> int:
     return 0 if "sliding_window" in fields.raw else default or 0
 
 
-def _first_window(fields: Fields) -> int:
+def first_window(fields: Fields) -> int:
+    """`max_window_layers`, as Qwen has it."""
     first = fields.get("max_window_layers")
     first = 28 if first is None else first
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:

@@ -7,6 +7,7 @@ embedding of its own. 26B: each layer has experts beside its MLP.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -64,14 +65,16 @@ EXPERT_NORMS = {
 """The norms of layers with experts, beside those of all layers, by the name of their parameter."""
 
 
-def reader(layer_input_size: int) -> Any:
-    """How config.json is read, with the family's default of `hidden_size_per_layer_input`."""
+def reader(layer_input_size: int, window: int, defaults: Mapping[str, Any]) -> Any:
+    """How config.json is read, with the family's defaults of `hidden_size_per_layer_input`, of
+    `sliding_window` and of others.
+    """
 
     def read(fields: Fields) -> ModelConfig:
-        fields = fields.defaulted(DEFAULTS)
+        fields = fields.defaulted(defaults)
         fields.only("use_bidirectional_attention", "vision")
         types = _layer_types(fields)
-        windows = dense.windows_in_pattern(fields.replaced({"layer_types": types}), 512, 6)
+        windows = dense.windows_in_pattern(fields.replaced({"layer_types": types}), window, 6)
         full, keys_are_values = _full_heads(fields, windows)
         reading = _reading_layers(fields, windows)
         wide = fields.boolean("use_double_wide_mlp", False) and reading > 0
@@ -336,10 +339,10 @@ FIELDS = frozenset(
 )
 
 
-def family(layer_input_size: int) -> Family:
-    """Of the models whose default of `hidden_size_per_layer_input` is this."""
+def family(layer_input_size: int, window: int, defaults: Mapping[str, Any]) -> Family:
+    """Of the models with these defaults (see `reader`)."""
     return Family(
-        read=reader(layer_input_size),
+        read=reader(layer_input_size, window, defaults),
         model=model,
         parameters=parameters,
         fields=FIELDS.union(MIXTURE),
@@ -347,4 +350,4 @@ def family(layer_input_size: int) -> Family:
     )
 
 
-FAMILY = family(256)
+FAMILY = family(256, 512, DEFAULTS)

@@ -35,6 +35,8 @@ def read(fields: Fields) -> ModelConfig:
     bias = fields.boolean("attention_bias", True)
     if not fields.get("rope_scaling"):
         fields = fields.defaulted({"rope_parameters": DEFAULT_ROPE})
+    given = experts(fields, "num_local_experts", "intermediate_size", 4, True)
+    fields.only("experts_per_token", given["experts_per_token"])
     clamp = (
         fields.number("swiglu_alpha", 1.702, above=True),
         fields.number("swiglu_limit", 7.0, above=True),
@@ -51,7 +53,7 @@ def read(fields: Fields) -> ModelConfig:
         attention_sinks=True,
         expert_biases=True,
         expert_clamp=clamp,
-        **experts(fields, "num_local_experts", "intermediate_size", 4, True),
+        **given,
     )
 
 
@@ -98,7 +100,10 @@ def parameters(config: ModelConfig) -> ParameterTable:
 FAMILY = Family(
     read=read,
     parameters=parameters,
-    fields=frozenset("num_local_experts num_experts_per_tok swiglu_alpha swiglu_limit".split()),
-    fixed={"initial_context_length": (4096,), "experts_per_token": (4,)},
+    fields=frozenset(
+        """num_local_experts num_experts_per_tok experts_per_token swiglu_alpha
+        swiglu_limit""".split()
+    ),
+    fixed={"initial_context_length": (4096,)},
     harmless=frozenset({"output_router_logits", "router_aux_loss_coef"}),
 )

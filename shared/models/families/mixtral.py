@@ -30,6 +30,7 @@ def experts(
     """What mixtures read alike: `count` and `size` are the fields of how many experts there are
     and of their width, `per_token` how many are chosen by default, `layers` those without experts.
     """
+    fields.only("mlp_bias", False)
     number = fields.size(count)
     chosen = fields.size("num_experts_per_tok", per_token, high=number)
     return {

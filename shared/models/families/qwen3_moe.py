@@ -16,8 +16,12 @@ def sparse(fields: Fields, count: str, per_token: int) -> dict[str, Any]:
     layers = fields.size("num_hidden_layers", high=dense.MAX_LAYERS)
     step = fields.size("decoder_sparse_step", 1)
     plain = fields.get("mlp_only_layers") or []
-    if not isinstance(plain, list) or not all(type(layer) is int for layer in plain):
-        fields.fail("mlp_only_layers", f"is {show(plain)}, must be a list of layers")
+    if not isinstance(plain, list) or not all(
+        type(layer) is int and 0 <= layer < layers for layer in plain
+    ):
+        fields.fail(
+            "mlp_only_layers", f"is {show(plain)}, must be a list of layers from 0 to {layers - 1}"
+        )
     without = tuple(i for i in range(layers) if i in plain or (i + 1) % step)
     if len(without) == layers:
         fields.refuse("mlp_only_layers", plain, "a list that leaves layers with experts")
@@ -27,18 +31,21 @@ def sparse(fields: Fields, count: str, per_token: int) -> dict[str, Any]:
 
 def number_of_experts(fields: Fields) -> str:
     """The field that says how many experts there are: files have either name."""
-    return "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
+    if fields.get("num_experts") is None:
+        return "num_local_experts"
+    if fields.get("num_local_experts") is not None:
+        fields.only("num_local_experts", fields.size("num_experts"))
+    return "num_experts"
 
 
 def read(fields: Fields) -> ModelConfig:
     """Attention may have biases, and one window for all layers."""
     bias = fields.boolean("attention_bias", False)
-    layers = fields.size("num_hidden_layers", high=dense.MAX_LAYERS)
-    has_window = fields.boolean("use_sliding_window", False)
-    window = fields.size("sliding_window", 4096) if has_window else 0
+    if not fields.boolean("use_sliding_window", False):
+        fields = fields.replaced({"sliding_window": None})
     return dense.read(
         fields,
-        windows=[window] * layers,
+        windows=dense.one_window(fields, 4096),
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=True,
