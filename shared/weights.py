@@ -208,7 +208,8 @@ def check_checkpoint(checkpoint: Checkpoint, table: ParameterTable) -> None:
     for key, size in scales.items():
         checkpoint.check_scales(key, size, *SCALES)
         expected[key] = checkpoint.shape(key)
-    checkpoint.check(expected, table.ignored, copies)
+    beside = (pattern for pattern, key in table.ignored_beside if checkpoint.has(key))
+    checkpoint.check(expected, (*table.ignored, *beside), copies)
     _check_input_scales(checkpoint, table)
 
 

@@ -91,7 +91,7 @@ def narrowed_table(table: ParameterTable, quantization: Quantization) -> Paramet
         if narrow:
             _check_rows(parameter, narrow[0], quantization, table)
             found += pieces_of(replace(parameter, layers=narrow), quantization.narrow)
-    return ParameterTable(tuple(found), table.ignored, table.copies)
+    return replace(table, parameters=tuple(found))
 
 
 def narrowed_model(model: Model, table: ParameterTable, quantization: Quantization) -> Model:

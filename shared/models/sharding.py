@@ -103,11 +103,8 @@ def sharded_table(table: ParameterTable, shard: Shard) -> ParameterTable:
     """The shapes of a shard's parameters, from a table of all words. Nothing is read by it: the
     rows of its parts are the shard's.
     """
-    return ParameterTable(
-        tuple(_sharded_parameter(parameter, shard) for parameter in table),
-        table.ignored,
-        table.copies,
-    )
+    own = tuple(_sharded_parameter(parameter, shard) for parameter in table)
+    return replace(table, parameters=own)
 
 
 def _sharded_parameter(parameter: Parameter, shard: Shard) -> Parameter:

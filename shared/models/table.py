@@ -165,11 +165,13 @@ class ParameterTable:
 
     `ignored` are patterns (as of `fnmatch`) of tensors that a checkpoint may have and that nothing
     reads. `copies`: tensors that a checkpoint may have and that must equal that of a parameter.
+    `ignored_beside`: patterns that may be ignored where a checkpoint has the tensor beside each.
     """
 
     parameters: tuple[Parameter, ...]
     ignored: tuple[str, ...] = ()
     copies: tuple[tuple[str, str], ...] = ()
+    ignored_beside: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         seen = set()

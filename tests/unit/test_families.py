@@ -206,6 +206,21 @@ def test_what_a_family_ignores_is_ignored_and_nothing_else(tmp_path):
         check_checkpoint(Checkpoint(tmp_path), table)
 
 
+def test_a_layer_that_predicts_is_ignored_and_one_that_config_json_forgets_is_not(tmp_path):
+    """GLM-4.5 has such a layer behind the last. One more of the usual is no such."""
+    table = decoder.parameters_of(model_of_family("Glm4MoeForCausalLM"))
+    tensors = written(tmp_path, table)
+    last = max(int(key.split(".")[2]) for key in tensors if "layers" in key)
+    of_last, behind = f"model.layers.{last}.", f"model.layers.{last + 1}."
+    more = {k.replace(of_last, behind): x for k, x in tensors.items() if k.startswith(of_last)}
+    predicts = {f"{behind}{name}.weight": np.ones(4, np.float32) for name in ("enorm", "eh_proj")}
+    save_file(tensors | more | predicts, tmp_path / "model.safetensors")
+    check_checkpoint(Checkpoint(tmp_path), table)
+    save_file(tensors | more, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"unexpected: model\.layers\.{last + 1}"):
+        check_checkpoint(Checkpoint(tmp_path), table)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_a_power_of_two_that_divides_logits_is_in_the_last_norm(tmp_path, dtype):
     table = decoder.parameters_of(model_of_family("GraniteForCausalLM", **GRANITE))

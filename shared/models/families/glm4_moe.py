@@ -69,10 +69,12 @@ def groups(fields: Fields, config: ModelConfig) -> tuple[int, int]:
 
 
 def parameters(config: ModelConfig) -> ParameterTable:
-    """The usual names. The layers that predict further tokens are ignored by name."""
-    table = dense.parameters(config, NAMES)
-    behind = tuple(f"{start}layers.{config.num_layers}.*" for start in ("model.", ""))
-    return replace(table, ignored=(*table.ignored, *behind))
+    """The usual names. The layer that predicts further tokens is ignored by name: the one behind
+    the last that has a norm for embeddings.
+    """
+    layers = (f"{start}layers.{config.num_layers}." for start in ("model.", ""))
+    behind = tuple((f"{layer}*", f"{layer}enorm.weight") for layer in layers)
+    return replace(dense.parameters(config, NAMES), ignored_beside=behind)
 
 
 FAMILY = Family(
