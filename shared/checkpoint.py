@@ -172,7 +172,8 @@ class Checkpoint:
 
         Tensors whose names fit one of the patterns `ignored` may be there too, and so may those
         that `copies` maps to the tensor that they must equal. One message reports everything:
-        missing, unexpected and mismatched tensors.
+        missing, unexpected and mismatched tensors, and those that lie in a file for which the index
+        does not name them.
         """
         copies, dtypes = copies or {}, dtypes or {}
         expected = dict(self._on_disk(name, shape) for name, shape in expected.items())
@@ -202,10 +203,21 @@ class Checkpoint:
             ("missing", sorted(missing)),
             ("unexpected", strangers),
             ("mismatched", sorted(wrong)),
+            ("not of the index", self._outside_index(ignored)),
         )
         problems = [f"{len(found)} {what}: {_first(found)}" for what, found in lists if found]
         if problems:
             self._fail(f"{self._folder}: tensors do not fit the model: {'; '.join(problems)}")
+
+    def _outside_index(self, ignored: Sequence[str]) -> list[str]:
+        """The tensors of each file that the index does not say are there."""
+        return [
+            f"{self._folder / file}: {show(name)}"
+            for file in sorted(set(self._files.values()))
+            for name in sorted(self._handle(file).keys())
+            if self._files.get(name) != file
+            and not any(fnmatchcase(name, pattern) for pattern in ignored)
+        ]
 
     def _on_disk(self, name: str, shape: Sequence[int]) -> tuple[str, Sequence[int]]:
         """The tensor that a matrix is read from, and the shape that it must have."""

@@ -382,6 +382,19 @@ def test_check_accepts_what_fits(tmp_path):
         checkpoint.check(SHAPES, rotary)
 
 
+def test_a_tensor_that_the_index_does_not_name_is_named_with_its_file(tmp_path):
+    """Another one, or another copy of one: transformers would read either."""
+    first, second = split()
+    write_shards(tmp_path, first, second)
+    second |= {"more": GRID, "a": -GRID}
+    save_file(second, tmp_path / "model-00002-of-00002.safetensors")
+    path = f"{tmp_path}/model-00002-of-00002.safetensors"
+    with fails(f"2 not of the index: {path}: a, {path}: more"):
+        Checkpoint(tmp_path).check(SHAPES, ["bytes"])
+    with fails(f"1 not of the index: {path}: a"):
+        Checkpoint(tmp_path).check(SHAPES, ["bytes", "mor*"])
+
+
 def test_a_tensor_that_nothing_reads_is_named_with_the_nearest_that_is(tmp_path):
     write(
         tmp_path,
