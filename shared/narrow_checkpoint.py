@@ -290,7 +290,7 @@ class Gptq(Form):
             "qweight": Tensor(((k // 8, n),), INTEGERS),
             "qzeros": Tensor(((groups, n // 8),), INTEGERS),
             "scales": Tensor(((groups, n),)),
-            "g_idx": Tensor(((k,),), ("I32", "I64"), optional=True),
+            "g_idx": Tensor(((k,),), ("I32", "I64"), optional=not self.quantization.by_activations),
         }
 
     def sizes(self, module: str) -> tuple[int, int]:

@@ -40,6 +40,7 @@ class Quantization:
     `form` wide: the checkpoint is not quantised, weights are when they are loaded. plain: an array
     of values, and scales called `scale` for blocks of `block_rows` rows. `zero_offset` is added to
     the zeros of the file. `left` are regular expressions of modules that stay as they are.
+    `by_activations`: groups need not be neighbours, so that the file has to say where each is.
     """
 
     narrow: Narrow
@@ -48,6 +49,7 @@ class Quantization:
     scale: str = "weight_scale"
     block_rows: int = 1
     zero_offset: int = 0
+    by_activations: bool = False
 
     @property
     def title(self) -> str:

@@ -63,13 +63,14 @@ def _read_gptq(fields: Fields) -> Quantization:
     bits = fields.get("bits")
     if bits != 4:
         fields.refuse("bits", bits, "4")
-    form = fields.get("checkpoint_format") or "gptq"
+    form = fields.need("checkpoint_format", "gptq")
     if form not in ("gptq", "gptq_v2"):
         fields.refuse("checkpoint_format", form, '"gptq" or "gptq_v2"')
     fields.only("lm_head", False)
     fields.only("pack_dtype", "int32")
+    fields.only("is_marlin_format", False)
     left = []
-    dynamic = fields.get("dynamic") or {}
+    dynamic = fields.need("dynamic", {})
     if not isinstance(dynamic, dict):
         fields.fail("dynamic", f"is {show(dynamic)}, must be an object")
     for pattern, changes in dynamic.items():
@@ -77,14 +78,19 @@ def _read_gptq(fields: Fields) -> Quantization:
             fields.refuse("dynamic", pattern, f"patterns that begin with -: (got {show(changes)})")
         left.append(_pattern(fields, "dynamic", pattern.removeprefix("-:")))
     narrow = Narrow("int4", _group_size(fields, "group_size"), zeros=True)
-    return Quantization(narrow, "gptq", tuple(left), zero_offset=1 if form == "gptq" else 0)
+    return Quantization(
+        narrow, "gptq", tuple(left), zero_offset=1 if form == "gptq" else 0,
+        by_activations=fields.boolean("desc_act", False),
+    )  # fmt: skip
 
 
 def _read_awq(fields: Fields) -> Quantization:
     for name in ("bits", "w_bit"):
         fields.only(name, 4)
     fields.only("zero_point", True)
-    if str(fields.get("version") or "gemm").lower() != "gemm":
+    # llm-awq packs otherwise, whatever `version` says.
+    fields.only("backend", "autoawq", "auto")
+    if str(fields.need("version", "gemm")).lower() != "gemm":
         fields.refuse("version", fields.get("version"), '"gemm"')
     name = "group_size" if fields.get("group_size") is not None else "q_group_size"
     narrow = Narrow("int4", _group_size(fields, name), zeros=True)
@@ -108,7 +114,7 @@ def _read_compressed(fields: Fields) -> Quantization:
         if fields.get(name) not in (None, {}):
             fields.refuse(name, fields.get(name), "absent or empty")
     group = _only_group(fields)
-    form = group.get("format") or fields.get("format")
+    form = fields.get("format") if group.get("format") is None else group.get("format")
     weights = _arguments(group, "weights")
     tokens = None
     if group.get("input_activations") is not None:
@@ -218,6 +224,9 @@ def _with_activations(narrow: Narrow, weights: Fields, tokens: Fields) -> Narrow
 def _read_nvfp4(weights: Fields, tokens: Fields | None, left: tuple[str, ...]) -> Quantization:
     if tokens is not None:
         tokens.refuse("num_bits", tokens.get("num_bits"), "plain activations beside fp4 weights")
+    weights.only("dynamic", False)
+    weights.only("symmetric", True)
+    weights.only("strategy", "tensor_group")
     shape = weights.get("num_bits"), weights.get("type"), weights.get("group_size")
     if shape != (4, "float", 16):
         weights.refuse("num_bits", shape, "4 bits of float by groups of 16")
@@ -232,7 +241,7 @@ def _read_mxfp4(fields: Fields) -> Quantization:
 
 
 def _names(fields: Fields, name: str) -> list[str]:
-    value = fields.get(name) or []
+    value = fields.need(name, [])
     if not isinstance(value, list) or not all(isinstance(x, str) and x for x in value):
         fields.fail(name, f"is {show(value)}, must be a list of names")
     return value

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from twinfer.ops.namespaces import namespace
 from twinfer.ops.reference.narrow import widened_weight
 from twinfer.shared import narrow_checkpoint
-from twinfer.shared.errors import CheckpointError, UnsupportedModel
+from twinfer.shared.errors import CheckpointError, ModelError, UnsupportedModel
 from twinfer.shared.models import decoder
 from twinfer.shared.models.config_json import load_config
 from twinfer.shared.narrow_checkpoint import NarrowCheckpoint, open_checkpoint
@@ -237,6 +237,9 @@ CONFIGS = {
     "an unknown format": ("packed", dict(format="marlin-24"), r"format.*pack-quantized"),
     "3 bits": ("gptq", dict(bits=3), r"bits.*3"),
     "an AWQ of another layout": ("awq", dict(version="gemv"), r"version.*gemm"),
+    "the AWQ of another library": ("awq", dict(backend="llm-awq"), r"backend is llm-awq.*autoawq"),
+    "a GPTQ that is packed for a kernel": ("gptq", dict(is_marlin_format=True), r"is_marlin_format"),
+    "a GPTQ that is no name": ("gptq", dict(checkpoint_format=[]), r"checkpoint_format is \[\]"),
     "activations that nobody knows": ("fp8-dynamic", dict(activation_scheme="auto"), r"activation_scheme"),
     "some of one product": (
         "gptq", dict(dynamic={r"-:.*k_proj": {}}), r"leaves .*k_proj as it is and not the others",
@@ -256,6 +259,40 @@ def test_schemes_that_are_not_known_are_named(checkpoint, tmp_path, what):
         changes = changes | {"config_groups": {"group_0": groups["group_0"] | {"format": None}}}
     folder = changed(checkpoint(scheme), tmp_path / "changed", None, **changes)
     with pytest.raises(UnsupportedModel, match=message):
+        check(folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [("symmetric", False, "true"), ("strategy", "group", '"tensor_group"'), ("dynamic", True, "false")],
+)  # fmt: skip
+def test_an_fp4_of_another_kind_is_refused(checkpoint, tmp_path, field, value, allowed):
+    with open(f"{checkpoint('nvfp4')}/config.json") as file:
+        groups = json.load(file)["quantization_config"]["config_groups"]
+    groups["group_0"]["weights"][field] = value
+    folder = changed(checkpoint("nvfp4"), tmp_path / "changed", None, config_groups=groups)
+    with pytest.raises(UnsupportedModel, match=f"weights.{field} is {value}, allowed: {allowed}"):
+        check(folder)
+
+
+def test_an_order_by_activations_has_to_be_in_the_file(checkpoint, tmp_path):
+    """Without one, groups would be taken for neighbours."""
+
+    def orderless(tensors):
+        for name in [name for name in tensors if name.endswith("g_idx")]:
+            del tensors[name]
+
+    check(changed(checkpoint("gptq"), tmp_path / "neighbours", orderless))
+    check(changed(checkpoint("gptq"), tmp_path / "said", None, desc_act=True))
+    folder = changed(checkpoint("gptq"), tmp_path / "unsaid", orderless, desc_act=True)
+    with pytest.raises(CheckpointError, match=r"missing: .*\.g_idx"):
+        check(folder)
+
+
+@pytest.mark.parametrize("value", [0, {}, "lm_head"])
+def test_names_of_modules_are_a_list(checkpoint, tmp_path, value):
+    folder = changed(checkpoint("packed"), tmp_path / "changed", None, ignore=value)
+    with pytest.raises(ModelError, match=r"ignore is .*, must be a list of names"):
         check(folder)
 
 
