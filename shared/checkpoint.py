@@ -42,8 +42,9 @@ UNKNOWN_TO_NUMPY = ("F8_E4M3", "F8_E8M0")
 
 STACKED, TRANSPOSED = ":stacked", ":transposed"
 """Behind the name of a tensor [expert n ...] or [expert k n]: read as [expert * n, ...], [expert *
-n, k].
+n, k]. The number of experts may stand behind them, which a tensor then has to have.
 """
+VIEWED = re.compile(f"(.+)({STACKED}|{TRANSPOSED})([0-9]*)")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 SHOWN = 5
 """Tensors that an error names."""
@@ -53,10 +54,8 @@ ROWS = 4096
 
 def view_of(name: str) -> tuple[str, str]:
     """The tensor, and the view that a name asks for, or "" for the tensor as it is."""
-    for view in (STACKED, TRANSPOSED):
-        if name.endswith(view):
-            return name.removesuffix(view), view
-    return name, ""
+    found = VIEWED.fullmatch(name)
+    return (found[1], found[2]) if found else (name, "")
 
 
 def matrix_shape(shape: Sequence[int], view: str) -> tuple[int, ...]:
@@ -220,12 +219,13 @@ class Checkpoint:
         ]
 
     def _on_disk(self, name: str, shape: Sequence[int]) -> tuple[str, Sequence[int]]:
-        """The tensor that a matrix is read from, and the shape that it must have."""
-        tensor, view = view_of(name)
-        if not view or tensor not in self._files:
-            return tensor, shape
-        found = self.shape(tensor)
-        return tensor, found if matrix_shape(found, view) == tuple(shape) else shape
+        """The tensor that a matrix of all experts is read from, and the shape that it must have."""
+        found = VIEWED.fullmatch(name)
+        if found is None:
+            return name, shape
+        (rows, *rest), experts = shape, int(found[3])
+        inner = (rows // experts, *rest)
+        return found[1], (experts, *(reversed(inner) if found[2] == TRANSPOSED else inner))
 
     def _read_matrix(self, tensor: str, view: str, axis: int, start: int, stop: int) -> np.ndarray:
         """Rows or columns of a matrix, of the experts that have them."""

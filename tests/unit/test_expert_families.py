@@ -175,7 +175,7 @@ def test_experts_of_gemma_4_are_one_tensor_and_its_router_has_three(tmp_path):
 
     table = parameters_of(gemma4())
     held = tensors(np.random.default_rng(0), gemma4())
-    held = {name.removesuffix(":stacked"): x for name, x in held.items()}
+    held = {name.removesuffix(":stacked3"): x for name, x in held.items()}
     for name, shape in (("gate_up_proj", (3, 8, 8)), ("down_proj", (3, 8, 4))):
         for layer in range(4):
             key = f"model.layers.{layer}.experts.{name}"
@@ -192,6 +192,14 @@ def test_experts_of_gemma_4_are_one_tensor_and_its_router_has_three(tmp_path):
     wide = held[f"{ROUTER}scale"].astype(np.float32)
     np.testing.assert_array_equal(norm, wide * np.float32(8**-0.5))
     assert norm.dtype == np.float32
+    swapped = held["model.layers.1.experts.gate_up_proj"].swapaxes(0, 1).copy()
+    save_file(
+        held | {"model.layers.1.experts.gate_up_proj": swapped}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(
+        CheckpointError, match=r"gate_up_proj has shape \[8, 3, 8\], expected \[3, 8, 8"
+    ):
+        check_checkpoint(Checkpoint(str(tmp_path)), table)
     for missing in (f"{ROUTER}scale", f"{ROUTER}per_expert_scale"):
         save_file({k: v for k, v in held.items() if k != missing}, tmp_path / "model.safetensors")
         with pytest.raises(CheckpointError, match=missing):

@@ -246,7 +246,7 @@ def parameters(config: ModelConfig) -> ParameterTable:
     """The usual names, and those of what is behind each layer."""
     table = dense.parameters(config, NAMES, NORMS)
     if config.num_experts:
-        table = _with_fused_experts(table)
+        table = _with_fused_experts(table, config.num_experts)
     more = [_one("layer_factor", (1,), ("one",), "{layer}layer_scalar", config)]
     if config.layer_input_size:
         more += _layer_inputs(config)
@@ -262,7 +262,7 @@ def parameters(config: ModelConfig) -> ParameterTable:
     return replace(table, parameters=(*table.parameters, *every), ignored=(*table.ignored, *unread))
 
 
-def _with_fused_experts(table: ParameterTable) -> ParameterTable:
+def _with_fused_experts(table: ParameterTable, count: int) -> ParameterTable:
     """The experts of a layer are one tensor [expert n k] for gate and up, and one for down."""
     keys = {"experts_gate_up": "experts.gate_up_proj", "experts_down": "experts.down_proj"}
 
@@ -270,7 +270,7 @@ def _with_fused_experts(table: ParameterTable) -> ParameterTable:
         key = keys.get(parameter.name)
         if key is None:
             return parameter
-        part = Part(f"{LAYER}{key}{STACKED}", parameter.shape[0], parameter.axes[0])
+        part = Part(f"{LAYER}{key}{STACKED}{count}", parameter.shape[0], parameter.axes[0])
         return dense.or_without_model(replace(parameter, parts=(part,), alternatives=()))
 
     return replace(table, parameters=tuple(map(fused, table)))

@@ -76,16 +76,16 @@ def parameters(config: ModelConfig) -> ParameterTable:
         return shared_by_experts(made, rows, key)
 
     of = {
-        "experts_gate_up": (2 * size, f"{EXPERTS}gate_up_proj{TRANSPOSED}"),
-        "experts_down": (width, f"{EXPERTS}down_proj{TRANSPOSED}"),
+        "experts_gate_up": (2 * size, f"{EXPERTS}gate_up_proj{TRANSPOSED}{count}"),
+        "experts_down": (width, f"{EXPERTS}down_proj{TRANSPOSED}{count}"),
     }
     found = [
         shared_by_experts(parameter, *of[parameter.name]) if parameter.name in of else parameter
         for parameter in table
     ]
     found += [
-        bias("experts_gate_up_bias", 2 * size, f"{EXPERTS}gate_up_proj_bias{STACKED}"),
-        bias("experts_down_bias", width, f"{EXPERTS}down_proj_bias{STACKED}"),
+        bias("experts_gate_up_bias", 2 * size, f"{EXPERTS}gate_up_proj_bias{STACKED}{count}"),
+        bias("experts_down_bias", width, f"{EXPERTS}down_proj_bias{STACKED}{count}"),
     ]
     router = Part(f"{dense.LAYER}mlp.router.bias", count, "expert")
     sinks = Part(f"{dense.LAYER}self_attn.sinks", config.num_heads, "heads")
