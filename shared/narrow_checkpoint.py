@@ -125,10 +125,12 @@ class NarrowCheckpoint(Checkpoint):
             scale = super().read(f"{module}.input_scale").astype(np.float32).reshape(1, 1)
         else:
             scale = self._form.scale(module, start, stop).astype(np.float32)
-        if not (np.isfinite(scale) & (scale >= 0)).all():
-            name = "input_scale" if piece == "input_scale" else self._form.scale_name
+        divides = piece == "input_scale"
+        if not (np.isfinite(scale) & ((scale > 0) if divides else (scale >= 0))).all():
+            name = "input_scale" if divides else self._form.scale_name
             where = self.where(self._form.tensor(module, name))
-            raise CheckpointError(f"{where} holds a scale that is no number from 0 on")
+            allowed = "above 0" if divides else "from 0 on"
+            raise CheckpointError(f"{where} holds a scale that is no number {allowed}")
         return scale
 
 
@@ -389,7 +391,7 @@ class Nvfp4(Form):
         """See `Form`."""
         name = f"{module}.weight_global_scale"
         whole = Checkpoint.read(self.checkpoint, name).reshape(1, 1)
-        if not whole > 0:
+        if not (whole > 0 and np.isfinite(whole)):
             self.fail(name, f"holds {float(whole[0, 0])}, scales are divided by a positive number")
         scale = self.rows(f"{module}.weight_scale", start, stop).astype(np.float32)
         found: np.ndarray = scale / whole

@@ -203,6 +203,14 @@ def other_input_scale(tensors):
     tensors["model.layers.0.self_attn.k_proj.input_scale"] *= 2
 
 
+def no_input_scale(tensors):
+    tensors["model.layers.0.mlp.down_proj.input_scale"] *= 0
+
+
+def infinite(tensors):
+    tensors[f"{NAME}.weight_global_scale"] *= float("inf")
+
+
 TENSORS = {
     "an order by activations": ("gptq", by_activations, rf"{NAME}\.g_idx.*desc_act"),
     "a truncated scale of groups": ("gptq", truncated("scales"), rf"{NAME}\.scales.*has shape"),
@@ -217,6 +225,12 @@ TENSORS = {
     ),
     "a scale that is no number": ("fp8-channel", not_a_number, rf"{NAME}\.weight_scale.*no number"),
     "a zero that wraps": ("gptq", wrapped_zero, rf"{NAME}\.qzeros.*holds 15"),
+    "a scale that is divided by and is 0": (
+        "fp8-static", no_input_scale, r"layers\.0\.mlp\.down_proj\.input_scale.*number above 0",
+    ),
+    "a scale of the tensor that is infinite": (
+        "nvfp4", infinite, rf"{NAME}\.weight_global_scale.*holds inf",
+    ),
     "several input scales of one product": (
         "fp8-static", other_input_scale, r"layers\.0\.self_attn\.k_proj\.input_scale.*q_proj",
     ),
