@@ -982,6 +982,19 @@ def test_fields_that_contradict_what_is_read_are_refused(name, fields, words):
     refused(ModelError, words, base=raw, **fields)
 
 
+def test_a_cap_that_gemma_3_with_images_does_not_apply_is_refused():
+    """Its text model alone does, and so do all of Gemma 4."""
+    cap = {"final_logit_softcapping": 30.0}
+    for name in ("gemma3_text", "gemma4", "gemma4_unified"):
+        raw = FAMILIES[name]
+        with_cap = raw | (
+            {"text_config": raw["text_config"] | cap} if "text_config" in raw else cap
+        )
+        assert parse_config(with_cap).logits_cap == 30.0
+    images = IMAGES3 | {"text_config": IMAGES3["text_config"] | cap}
+    refused(UnsupportedModel, "text_config.final_logit_softcapping is 30.0, allowed", base=images)
+
+
 @pytest.mark.parametrize("name", sorted(ALONE | NEWER | MIXTURES))
 def test_a_field_that_is_left_out_is_what_transformers_takes(name):
     """Or it has to be there. Tokens that end a text are no default of the architecture."""

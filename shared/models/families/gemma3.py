@@ -11,6 +11,7 @@ FAMILY = nested(
     spellings=SPELLINGS,
     left_out=LEFT_OUT,
     image_token=262_144,
+    unread=("final_logit_softcapping",),
     harmless=frozenset(
         """vision_config mm_tokens_per_image boi_token_index eoi_token_index boi_token_id
         eoi_token_id""".split()

@@ -49,6 +49,7 @@ def nested(
     image_token: int,
     harmless: frozenset[str],
     within: str = "text_config",
+    unread: Sequence[str] = (),
 ) -> Family:
     """The family of models that have a text model of one of these architectures as a part, which
     alone runs. One that does not say its type is of the first.
@@ -56,11 +57,14 @@ def nested(
     Its config is the field `within`. A checkpoint has its tensors in one of `spellings`, the first
     of which is that of transformers in memory. `left_out` names the parts that do not run, and the
     patterns of their tensors; `harmless` are fields of theirs. `image_token` is the id that stands
-    for images in a prompt where config.json does not say it.
+    for images in a prompt where config.json does not say it. `unread` are fields of the text model
+    that the model of several parts does not apply.
     """
 
     def read(fields: Fields) -> ModelConfig:
         text, inner = _inside(fields, within, texts)
+        for name in unread:
+            inner.only(name)
         family_of(text).refuse_unknown(inner)
         config = family_of(text).read(inner)
         images = _image_tokens(fields, config.vocab_size, image_token)
