@@ -85,8 +85,11 @@ def check_priority(priority: Any, scheduling_policy: str) -> None:
 def check_cache_salt(cache_salt: Any) -> None:
     """A cache salt must be a short text."""
     if not isinstance(cache_salt, str) or len(cache_salt) > MAX_SALT_LENGTH:
+        # a secret: of a text, its length alone
+        text = isinstance(cache_salt, str)
+        got = f"{len(cache_salt)} characters" if text else show(cache_salt)
         raise RequestError(
-            "cache_salt", f"must be a string of at most {MAX_SALT_LENGTH} characters"
+            "cache_salt", f"got {got}, must be a string of at most {MAX_SALT_LENGTH} characters"
         )
 
 

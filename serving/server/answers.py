@@ -137,8 +137,7 @@ class Words:
                     "rank": entry.rank,
                     "decoded_token": self.text(other),
                 }
-                for other, entry in best.items()
-                if other == token or entry.rank <= count
+                for other, entry in top(best, count, token)
             }
             for token, best in zip(tokens, scores, strict=True)
         ]
@@ -170,18 +169,20 @@ class Words:
                 if best is None
                 else {
                     self.name(other, as_id=as_ids): entry.logprob
-                    for other, entry in top(best, count)
+                    for other, entry in top(best, count, token)
                 }
-                for best in scores
+                for token, best in zip(tokens, scores, strict=True)
             ],
             "text_offset": offsets,
         }
 
 
-def top(best: TokenLogprobs, count: int) -> list[tuple[int, Any]]:
-    """The `count` best tokens of a place, best first."""
+def top(best: TokenLogprobs, count: int, taken: int | None = None) -> list[tuple[int, Any]]:
+    """The `count` best tokens of a place, best first; and the one that was taken, if it is named:
+    completions have it there also where it is none of the best.
+    """
     ranked = sorted(best.items(), key=lambda item: item[1].rank)
-    return [item for item in ranked if item[1].rank <= count]
+    return [item for item in ranked if item[1].rank <= count or item[0] == taken]
 
 
 class ChatAnswer:

@@ -420,8 +420,10 @@ class Server:
         most = self._longest
         if most is not None and len(ids) > most:  # else all of it goes to the engine first
             raise RequestError("prompt", f"got {len(ids)} tokens, allowed is at most {most}")
-        if min(ids) < 0 or max(ids) >= 2**31:
-            raise RequestError("prompt", "has token ids that no vocabulary has")
+        if odd := [token for token in (min(ids), max(ids)) if not 0 <= token < 2**31]:
+            raise RequestError(
+                "prompt", f"has the token id {show(odd[0])}, which no vocabulary has"
+            )
 
     def _params(self, body: Generation, length: int, *, whole_context: bool) -> SamplingParams:
         """The settings for a prompt of `length` tokens. Raises RequestError."""
@@ -542,9 +544,11 @@ def build_app(settings: Settings, engine: Engines, metrics: Metrics) -> Any:
 
 async def no_route(request: Request, error: Exception) -> Response:
     """No such path, or no such method of it."""
-    status = error.status_code if isinstance(error, HTTPException) else 500
+    status, headers = 500, None
+    if isinstance(error, HTTPException):
+        status, headers = error.status_code, dict(error.headers or {})  # of a 405, what is allowed
     words = f"{request.method} {show(request.url.path)}: there is no such call"
-    return _json(status, error_body(words, "invalid_request_error"))
+    return _json(status, error_body(words, "invalid_request_error"), headers)
 
 
 def _guarded(route: Any, settings: Settings) -> Any:

@@ -55,8 +55,8 @@ ELSEWHERE = {
 } | {
     name: "is not supported"
     for name in (
-        "bad_words", "logits_processors", "prompt_embeds", "suffix", "truncate_prompt_tokens",
-        "use_beam_search",
+        "bad_words", "logits_processors", "prompt_embeds", "repetition_detection", "suffix",
+        "thinking_token_budget", "truncate_prompt_tokens", "use_beam_search",
     )
 }  # fmt: skip
 """Fields that other servers know, each of which changes the text: not to be passed over."""
@@ -101,6 +101,7 @@ class Generation(BaseModel):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
     priority: int | None = None
     cache_salt: str | None = None
 
@@ -112,6 +113,8 @@ class Generation(BaseModel):
     @property
     def form_field(self) -> str:
         """The field that asks for a form of the text: what refuses the form names it."""
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            return "response_format"
         return FORM
 
     @property
@@ -159,8 +162,11 @@ class Generation(BaseModel):
         return replace(defaults, **values | self.scores())
 
     def scores(self) -> dict[str, Any]:
-        """The settings for log-probabilities."""
-        return {}
+        """The settings for log-probabilities, and the form that `response_format` asks for."""
+        form = answer_form(self.response_format)
+        if form is not None and self.structured_outputs is not None:
+            raise RequestError("response_format", "or structured_outputs, not both")
+        return {} if form is None else {FORM: form}
 
 
 class TokenizeRequest(BaseModel):
@@ -185,6 +191,12 @@ class DetokenizeRequest(BaseModel):
 class CompletionRequest(Generation):
     """The body of /v1/completions."""
 
+    refused: ClassVar[Mapping[str, str]] = ELSEWHERE | {
+        "max_completion_tokens": "is for chats; see max_tokens",
+        "top_logprobs": "is for chats; see logprobs",
+        "tools": "is for chats",
+    }
+
     prompt: Any
     """A text or token ids, or a list of these; see `prompts`."""
     logprobs: int | None = None
@@ -205,7 +217,7 @@ class CompletionRequest(Generation):
 
     def scores(self) -> dict[str, Any]:
         """With `echo`, those of the prompt too."""
-        values: dict[str, Any] = {}
+        values = super().scores()
         if self.logprobs is not None:
             values["logprobs"] = self.logprobs
             if self.echo:
@@ -256,6 +268,8 @@ class ChatRequest(Generation):
         "prompt_logprobs": "is for completions",
         "return_token_ids": "is for completions",
         "return_tokens_as_token_ids": "is for completions",
+        "add_special_tokens": "is for completions; the chat template writes all that a prompt has",
+        "documents": "is not supported; a template may read it of chat_template_kwargs",
         "audio": "this server gives text",
         "prediction": "is not supported",
         "moderation": "this server moderates nothing",
@@ -270,7 +284,6 @@ class ChatRequest(Generation):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     modalities: list[str] | None = None
-    response_format: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -286,7 +299,7 @@ class ChatRequest(Generation):
             raise RequestError("modalities", f"got {show(self.modalities)}, allowed is text")
         if len(self.tools or ()) > MAX_TOOLS:
             raise RequestError("tools", f"has {len(self.tools or ())}, at most {MAX_TOOLS}")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs", "needs logprobs: true")
         for place, tool in enumerate(self.tools or ()):
             _check_tool(f"tools[{place}]", tool)
@@ -345,20 +358,17 @@ class ChatRequest(Generation):
         return renamed(error, named)
 
     def scores(self) -> dict[str, Any]:
-        """Of each token, and of the `top_logprobs` best; and the form of the answer."""
-        values: dict[str, Any] = {"logprobs": self.top_logprobs or 0} if self.logprobs else {}
-        if (form := answer_form(self.response_format)) is not None:
-            if self.structured_outputs is not None:
-                raise RequestError("response_format", "or structured_outputs, not both")
-            values["structured_outputs"] = form
-        return values
+        """Of each token, and of the `top_logprobs` best."""
+        values = {"logprobs": self.top_logprobs or 0} if self.logprobs else {}
+        return super().scores() | values
 
     @property
     def form_field(self) -> str:
         """See `Generation`."""
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            return "response_format"
-        return "tools" if self.structured_outputs is None and self.tools else FORM
+        field = super().form_field
+        return (
+            "tools" if field == FORM and self.structured_outputs is None and self.tools else field
+        )
 
     @property
     def described(self) -> list[dict[str, Any]]:

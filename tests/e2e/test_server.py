@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import io
+import itertools
 import json
 import math
 import os
@@ -188,6 +189,15 @@ def test_answers_keep_to_a_schema(client):
         model="demo", prompt="x", extra_body={"structured_outputs": {"regex": "[ab]{4}"}}
     )
     assert re.fullmatch("[ab]{4}", plain.choices[0].text)
+    # As vLLM has it: a completion takes it too.
+    plain = client.completions.create(
+        model="demo",
+        prompt="x",
+        max_tokens=200,
+        temperature=0,
+        extra_body={"response_format": form},
+    )
+    assert set(json.loads(plain.choices[0].text)) == {"name", "size"}
     free = client.chat.completions.create(**call, response_format={"type": "json_object"})
     assert free.choices[0].message.content.startswith("{")
 
@@ -202,9 +212,9 @@ def test_answers_keep_to_a_schema(client):
 )
 def test_a_form_that_cannot_be_had_is_named(form, field, server):
     with server.client() as client:
-        body = {"messages": MESSAGES, "response_format": form}
-        for stream in (False, True):
-            answer = client.post("/v1/chat/completions", json=body | {"stream": stream})
+        body = {"messages": MESSAGES, "prompt": "x", "response_format": form}
+        for path, stream in itertools.product(("chat/completions", "completions"), (False, True)):
+            answer = client.post(f"/v1/{path}", json=body | {"stream": stream})
             assert answer.status_code == 400
             assert answer.json()["error"]["param"] == field
 
@@ -375,9 +385,27 @@ def test_scoring_by_echo(client, llm):
             assert scores.token_logprobs[1 : len(ids)] == pytest.approx(expected[1:], rel=1e-5)
             assert len(scores.tokens) == len(scores.top_logprobs) == len(ids) + most
             assert scores.top_logprobs[0] is None
-            assert len(scores.top_logprobs[1]) == 1
+            for token, top in list(zip(scores.tokens, scores.top_logprobs, strict=True))[1:]:
+                assert token in top
+                assert len(top) <= 2
             assert choice.text.startswith("def f(x):\n    return x")
         assert answer.usage.completion_tokens == 2 * most
+
+
+def test_the_token_that_was_taken_has_a_score_among_the_best_ones(client):
+    """As OpenAI has it: "there may be up to logprobs+1 elements"."""
+    for count in (0, 1, 3):
+        scores = (
+            client.completions.create(
+                model="demo", prompt="x", max_tokens=24, temperature=2, seed=1, logprobs=count
+            )
+            .choices[0]
+            .logprobs
+        )
+        places = list(zip(scores.tokens, scores.token_logprobs, scores.top_logprobs, strict=True))
+        assert all(top[token] == score for token, score, top in places)
+        sizes = {len(top) for _, _, top in places}
+        assert sizes == ({1} if count == 0 else {count, count + 1})
 
 
 def test_log_probabilities_of_a_prompt_by_our_own_name(client):
@@ -445,6 +473,14 @@ BAD = [
     (dict(suffix="x"), "suffix"),
     (dict(best_of=3), "best_of"),
     (dict(stream_options={"include_usage": True}), "stream_options"),
+    (dict(max_completion_tokens=2), "max_completion_tokens"),
+    (dict(tools=[{}]), "tools"),
+    (dict(top_logprobs=2), "top_logprobs"),
+    (dict(thinking_token_budget=9), "thinking_token_budget"),
+    (
+        dict(response_format={"type": "json_object"}, structured_outputs={"regex": "a"}),
+        "response_format",
+    ),
     (dict(priority=10**6), "priority"),
     (dict(priority=1), "priority"),
 ]
@@ -479,6 +515,8 @@ CHAT_BAD = [
     (dict(prompt_logprobs=1), "prompt_logprobs"),
     (dict(return_token_ids=True), "return_token_ids"),
     (dict(use_beam_search=True), "use_beam_search"),
+    (dict(add_special_tokens=True), "add_special_tokens"),
+    (dict(documents=[{"text": "x"}]), "documents"),
     (dict(guided_json={"type": "object"}), "guided_json"),
     (dict(tools=[{"type": "function", "function": {"name": "f", "parameters": []}}]), "tools"),
     (
@@ -539,6 +577,10 @@ def test_what_asks_for_nothing_is_not_refused(server):
         for path, body in (
             ("completions", {"prompt": "x", "max_tokens": 1}),
             ("chat/completions", {"messages": MESSAGES, "max_tokens": 1, "echo": False}),
+            (
+                "chat/completions",
+                {"messages": MESSAGES, "max_tokens": 1, "logprobs": False, "top_logprobs": 0},
+            ),
         ):
             answer = client.post(f"/v1/{path}", json=body | nothing)
             assert answer.status_code == 200, answer.text
@@ -980,7 +1022,8 @@ def test_bodies_that_are_no_requests(server):
                 yield b" " * (1 << 20)
 
         assert client.post("/v1/completions", content=parts()).status_code == 413
-        assert client.get("/v1/completions").status_code == 405
+        wrong = client.get("/v1/completions")
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
         # A redirect would go to whatever host the client names.
         assert client.post("/v1/completions/", json={"prompt": "x"}).status_code == 404
         missing = client.get("/nothing")
@@ -1241,14 +1284,16 @@ FORM = st.fixed_dictionaries(
         "grammar": st.text(max_size=9), "json_object": st.booleans(), "x": ANY,
     },
 )  # fmt: skip
-LIKELY |= {"stream_options": OPTIONS | ANY, "structured_outputs": FORM | ANY}
+LIKELY |= {
+    "stream_options": OPTIONS | ANY, "structured_outputs": FORM | ANY, "response_format": ANY,
+}  # fmt: skip
 COMMON = {
     name: one for name, one in LIKELY.items()
     if name not in ("prompt", "n", "max_tokens", "logprobs", "echo", "prompt_logprobs", "best_of")
 }  # fmt: skip
 IN_CHATS = COMMON | {
     "messages": st.lists(MESSAGE, max_size=3) | ANY, "tools": st.lists(TOOL, max_size=2) | ANY,
-    "tool_choice": CHOICE | ANY, "response_format": ANY, "logprobs": st.booleans(),
+    "tool_choice": CHOICE | ANY, "logprobs": st.booleans(),
     "top_logprobs": NUMBER, "n": st.integers(-1, 4), "max_tokens": st.integers(-1, 3),
     "chat_template_kwargs": ANY, "parallel_tool_calls": st.booleans() | ANY,
     "reasoning_effort": ANY, "modalities": ANY, "max_completion_tokens": st.integers(-1, 3),
