@@ -90,6 +90,11 @@ class OutputParser:
         self._call: CallReader | TagReader | None = None
         self._clear_call()
 
+    @property
+    def reasons(self) -> bool:
+        """Whether what was read last stands within reasoning, which has not ended."""
+        return self._reasoning
+
     def push(self, token_id: int | None, text: str) -> list[Event]:
         """Take a token and the text that it settled, or text alone (None). What became certain."""
         self._check_open()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -269,7 +269,7 @@ class ChatAnswer:
     def _usage(self, live: Live) -> dict[str, Any]:
         told = usage([live])
         told["completion_tokens_details"]["reasoning_tokens"] = reasoning_tokens(
-            live, self._think_end
+            live, self._think_end, self._parsers
         )
         return told
 
@@ -302,15 +302,18 @@ def _lasts(deltas: Sequence[Any]) -> list[bool]:
     return [place == len(deltas) - 1 for place in range(len(deltas))]
 
 
-def reasoning_tokens(live: Live, think_end: int | None) -> int:
-    """Tokens before the one that ends reasoning, itself included; 0 where a format has none."""
-    if think_end is None:
-        return 0
-    return sum(
-        output.token_ids.index(think_end) + 1
-        for output in live.outputs
-        if think_end in output.token_ids
-    )
+def reasoning_tokens(live: Live, think_end: int | None, parsers: Mapping[int, OutputParser]) -> int:
+    """Tokens of each completion up to the one that ends reasoning, itself included; all of them
+    where it has not ended, and none where no token ends it. `parsers` have read the completions.
+    """
+    count = 0
+    for output in live.outputs:
+        parser = parsers.get(output.index)
+        if think_end in output.token_ids:
+            count += output.token_ids.index(think_end) + 1
+        elif parser is not None and parser.reasons:
+            count += len(output.token_ids)
+    return count
 
 
 def _whole_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:

@@ -325,12 +325,12 @@ class Server:
             return [
                 out
                 for news in live.news()
-                for out in events.take(read_news(parser, news), self._scores(chat, news))
+                for out in events.take(read_news(parser, news), self._scores(chat, news, parser))
             ]
 
         def used() -> Usage:
             output = live.outputs[0]
-            thought = reasoning_tokens(live, self._think_end)
+            thought = reasoning_tokens(live, self._think_end, {0: parser})
             count = len(output.token_ids)
             return Usage(len(live.prompt_ids), count, live.num_cached_tokens, thought)
 
@@ -340,11 +340,11 @@ class Server:
         take()
         return _json(200, events.response(used()))
 
-    def _scores(self, chat: ChatRequest, news: News) -> list[dict[str, Any]]:
+    def _scores(self, chat: ChatRequest, news: News, parser: OutputParser) -> list[dict[str, Any]]:
         """Log-probabilities of new tokens, if they were asked for; not of those that end reasoning
-        or stand before that end.
+        or stand before that end. `parser` has read them.
         """
-        if not chat.logprobs or news.logprobs is None:
+        if not chat.logprobs or news.logprobs is None or parser.reasons:
             return []
         tokens, scores = news.token_ids, news.logprobs
         if self._think_end in tokens:

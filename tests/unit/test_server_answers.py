@@ -1,6 +1,7 @@
 """Answers of the server from texts that a model might write: reasoning, calls, and their pieces."""
 
 import asyncio
+import dataclasses
 import json
 
 import pytest
@@ -8,7 +9,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from twinfer.serving.formats.parser import OutputParser
 from twinfer.serving.formats.table import FORMATS
-from twinfer.serving.server.answers import ChatAnswer, Words
+from twinfer.serving.responses import ResponseEvents
+from twinfer.serving.server.answers import ChatAnswer, Words, read_news
+from twinfer.serving.server.app import Server, Settings
 from twinfer.serving.server.fields import ChatRequest, read_fields
 from twinfer.serving.server.live import Live
 from twinfer.serving.server.responses import ResponsesRequest, named_here
@@ -93,6 +96,42 @@ def test_without_tools_their_marks_are_content():
     message = whole["choices"][0]["message"]
     assert message["content"] == CALLS
     assert "tool_calls" not in message
+
+
+def test_reasoning_that_has_not_ended_is_counted():
+    for text, all_of_it in ((THINKING, False), (THINKING[:12], True)):
+        usage = answered(text, step=1)[0]["usage"]
+        count = usage["completion_tokens_details"]["reasoning_tokens"]
+        assert count == (usage["completion_tokens"] if all_of_it else 0)  # no token ends it here
+
+
+def test_a_response_has_no_scores_of_reasoning_however_it_arrives():
+    ids = TOKENIZER.encode("a file;b c")
+    end = TOKENIZER.encode(";")[0]
+    think = dataclasses.replace(FORMATS["think"], think=("<think>", ";"))
+    server = Server(Settings(["m"], TOKENIZER, SamplingParams(), think), None, None)
+    server._think_end = end
+    chat = read_fields(ChatRequest, {"messages": [], "logprobs": True})
+
+    async def run(step):
+        live = Live([1], [SamplingParams(max_tokens=99, logprobs=0)], TOKENIZER)
+        events = ResponseEvents("r", "m", 1)
+        parser = OutputParser(think, None, "<think>", ())
+        for first in range(0, len(ids), step):
+            tokens = ids[first : first + step]
+            reason = FinishReason.LENGTH if first + step >= len(ids) else None
+            live.take(
+                0, Update("1", tuple(tokens), reason, [{t: Logprob(-1.0, 1)} for t in tokens])
+            )
+            for news in live.news():
+                events.take(read_news(parser, news), server._scores(chat, news, parser))
+        return events.response(None)["output"]
+
+    for step in (1, 3, 99):
+        reasoning, message = asyncio.run(run(step))
+        assert reasoning["content"][0]["text"] == "a file"
+        (part,) = message["content"]
+        assert part["text"] == "".join(score["token"] for score in part["logprobs"]) == "b c"
 
 
 @pytest.mark.parametrize("step", [1, 5])
