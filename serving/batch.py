@@ -96,7 +96,7 @@ class Batch:
             )
         output.prompt, token_ids, options = _parts(prompt)
         if token_ids is None:
-            token_ids = need_tokenizer(self._tokenizer, "text").encode(output.prompt or "")
+            token_ids = need_tokenizer(self._tokenizer).encode(output.prompt or "")
         tokens = token_array(token_ids)
         output.prompt_token_ids = tokens.tolist()
         entries: dict[str, Entry] = {}
@@ -142,12 +142,12 @@ class Batch:
         entry.ends_request = not self._missing[output.request_id]
 
 
-def need_tokenizer(tokenizer: Tokenizer | None, purpose: str) -> Tokenizer:
-    """The tokenizer, or a RequestError that says what it is needed for."""
+def need_tokenizer(
+    tokenizer: Tokenizer | None, field: str = "prompt", what: str = "text needs token ids"
+) -> Tokenizer:
+    """The tokenizer, or a RequestError of `field` that says what follows from there being none."""
     if tokenizer is None:
-        raise RequestError(
-            "prompt", f"the model folder has no tokenizer.json, so {purpose} needs token ids"
-        )
+        raise RequestError(field, f"the model folder has no tokenizer.json, so {what}")
     return tokenizer
 
 

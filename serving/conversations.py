@@ -36,7 +36,7 @@ class ChatTemplate:
         """The prompts of one conversation or several, for `LLM.generate`. See
         `LLM.chat_prompts`.
         """
-        tokenizer = need_tokenizer(tokenizer, "chat")
+        tokenizer = need_tokenizer(tokenizer, "messages", "there are no chats")
         prompts: list[Any] = []
         for conversation in _conversations(messages):
             try:

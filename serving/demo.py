@@ -203,7 +203,7 @@ def work(backend: str, dtype: str, max_tokens: int) -> WorkerRun:
 
     start = time.perf_counter()
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=2)
-    tokenizer = need_tokenizer(Tokenizer.load(model_folder("demo")), "text")
+    tokenizer = need_tokenizer(Tokenizer.load(model_folder("demo")))
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     demand = Demand.of((len(prompt), params) for prompt in prompts)
     options: dict[str, Any] = dict(

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     tokenizer = Tokenizer.load(model_folder(arguments.model))
     if tokenizer is None and all(isinstance(prompt, str) for prompt in prompts):
         load_config(model_folder(arguments.model))  # a folder without any model says that first
-        need_tokenizer(tokenizer, "text")
+        need_tokenizer(tokenizer)
     prompts = _tokenized(tokenizer, prompts, arguments.chat)
     demand = _demand(prompts, params)
     with LLM(

@@ -114,7 +114,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     g.add_argument(
         "--fixed-seed",
         action="store_true",
-        help="requests without a seed get theirs from --seed, in the order of their arrival "
+        help="requests without a seed get theirs from --engine-seed, in the order of their arrival "
         "(default: drawn)",
     )
     g.add_argument("-v", "--verbose", action="store_true", help="the start report, in full")

@@ -132,7 +132,8 @@ def _choose(tokenizer: Tokenizer, tools: Any, template: str | None) -> str:
             "is default"
         )
     raise ModelError(
-        "chat_template: the model has none: use the completions API, or give a template"
+        "chat_template: the model has none: put chat_template.jinja into its folder, give one in "
+        "Python, or use the completions API"
     )
 
 

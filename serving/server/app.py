@@ -182,7 +182,10 @@ class Server:
         body: DetokenizeRequest = read_fields(DetokenizeRequest, await _body(request))
         self._check_model(body.model)
         self._count_unknown(list(body.model_extra or {}))
-        tokenizer, ids = need_tokenizer(self._settings.tokenizer, "detokenize"), body.tokens
+        tokenizer, ids = (
+            need_tokenizer(self._settings.tokenizer, "tokens", "there is no text"),
+            body.tokens,
+        )
 
         def decode() -> str:
             most = tokenizer.vocab_size - 1
@@ -193,7 +196,7 @@ class Server:
         return _json(200, {"prompt": await _in_thread(decode, size=len(ids))})
 
     async def _encode(self, text: str, special: bool, most: int | None) -> list[int]:
-        tokenizer = need_tokenizer(self._settings.tokenizer, "text")
+        tokenizer = need_tokenizer(self._settings.tokenizer)
         if len(text) < LONG:
             return tokenizer.encode(text, special)
         if len(text) > MAX_OUTPUT:
@@ -218,7 +221,7 @@ class Server:
         """The prompt of a conversation, as text and as tokens. Raises RequestError; for more than
         `most` tokens before there is a list of them.
         """
-        tokenizer = need_tokenizer(self._settings.tokenizer, "chat")
+        tokenizer = need_tokenizer(self._settings.tokenizer, "messages", "there are no chats")
         continues = bool(chat.continue_final_message)
         generates = chat.add_generation_prompt
         text = render_chat(

@@ -98,6 +98,16 @@ def test_without_tools_their_marks_are_content():
     assert "tool_calls" not in message
 
 
+def test_without_a_tokenizer_the_field_that_needs_one_is_named():
+    server = Server(Settings(["m"], None, SamplingParams(), FORMATS["none"]), None, None)
+    chat = read_fields(ChatRequest, {"messages": [{"role": "user", "content": "x"}]})
+    with pytest.raises(RequestError, match=r"no tokenizer\.json, so there are no chats") as caught:
+        server._render(chat, None)
+    assert (caught.value.field, named_here(caught.value).field) == ("messages", "input")
+    with pytest.raises(RequestError, match=r"prompt: .* so text needs token ids"):
+        asyncio.run(server._encode("x", True, None))
+
+
 def test_reasoning_that_has_not_ended_is_counted():
     for text, all_of_it in ((THINKING, False), (THINKING[:12], True)):
         usage = answered(text, step=1)[0]["usage"]
