@@ -34,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The entry point. Returns the exit code: 0 done, 1 failed, 2 wrong input, 4 backend
     unavailable.
     """
+    if not sys.stdout:  # Python's way to say that it was closed
+        print("twinfer: error: cannot write the output: it is closed", file=sys.stderr)
+        return 1
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that cannot show a character gets its escape, not an error after all the work.
         sys.stdout.reconfigure(errors="backslashreplace")

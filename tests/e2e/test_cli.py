@@ -205,6 +205,13 @@ def test_a_server_starts_no_thousands_of_engines(capsys):
     )
 
 
+def test_an_output_that_is_closed_is_said_at_once():
+    command = f"exec {sys.executable} -P -m twinfer generate demo --prompt x >&-"
+    told = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+    line = "twinfer: error: cannot write the output: it is closed\n"
+    assert (told.returncode, told.stderr) == (1, line)
+
+
 @pytest.fixture
 def broken_folder(tmp_path):
     """A copy of the bundled model for a test to break."""
