@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -147,17 +149,13 @@ class Words:
         tokens: Sequence[int],
         scores: Sequence[TokenLogprobs | None],
         count: int,
-        offset: int,
+        offsets: Offsets,
         *,
         as_ids: bool,
     ) -> dict[str, Any]:
-        """Log-probabilities of a completion's tokens; the text before them has `offset`
-        characters. The first token of a text has none.
+        """Log-probabilities of a completion's tokens; `offsets` has taken those before them. The
+        first token of a text has none.
         """
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(self.text(token))
         return {
             "tokens": [self.name(token, as_id=as_ids) for token in tokens],
             "token_logprobs": [
@@ -173,8 +171,25 @@ class Words:
                 }
                 for token, best in zip(tokens, scores, strict=True)
             ],
-            "text_offset": offsets,
+            "text_offset": [offsets.take(self.bytes_of(token)) for token in tokens],
         }
+
+
+class Offsets:
+    """Where the tokens of a text begin in it, in characters. By their bytes, not by what was sent
+    of the text, which is held back where a stop string may come; a character of several tokens is
+    one.
+    """
+
+    def __init__(self) -> None:
+        self._characters = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def take(self, token: bytes) -> int:
+        """The place of the next token."""
+        place = self._characters
+        self._characters += len(self._decoder.decode(token))
+        return place
 
 
 def top(best: TokenLogprobs, count: int, taken: int | None = None) -> list[tuple[int, Any]]:
@@ -373,7 +388,7 @@ class CompletionAnswer:
         self._as_ids = as_ids
         self._with_ids = with_ids
         self._prompt_scores = prompt_scores
-        self._offsets: dict[tuple[int, int], int] = {}
+        self._offsets: defaultdict[tuple[int, int], Offsets] = defaultdict(Offsets)
 
     def whole(self, lives: Sequence[Live]) -> dict[str, Any]:
         """The object text_completion."""
@@ -404,7 +419,6 @@ class CompletionAnswer:
         tokens: list[int] = [] if self._hide else news.token_ids
         scores: list[Any] | None = [] if self._hide else news.logprobs
         text = "" if self._hide else news.text
-        offset = self._offsets.get((place, news.index), 0)
         if self._echo and news.first:
             text = self._prompts[place] + text
             tokens = live.prompt_ids + tokens
@@ -412,10 +426,10 @@ class CompletionAnswer:
                 scores = live.prompt_logprobs + scores
         logprobs = None
         if self._scores is not None and scores is not None:
+            offsets = self._offsets[place, news.index]
             logprobs = self._words.completion(
-                tokens, scores, self._scores, offset, as_ids=self._as_ids
+                tokens, scores, self._scores, offsets, as_ids=self._as_ids
             )
-        self._offsets[place, news.index] = offset + len(text)
         choice = {
             "index": place * self._per_prompt + news.index,
             "text": text,

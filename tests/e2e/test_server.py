@@ -408,6 +408,26 @@ def test_the_token_that_was_taken_has_a_score_among_the_best_ones(client):
         assert sizes == ({1} if count == 0 else {count, count + 1})
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_places_of_tokens_in_a_text(echo, client):
+    """Whole and streamed, also of characters that several tokens make, and of text that is held
+    back because a stop string may come.
+    """
+    prompt, stop = "# é, 汉字:\n    ", ["return self_"]
+    call = dict(model="demo", prompt=prompt, max_tokens=24, temperature=0, logprobs=0, echo=echo)
+    for more in (dict(stop=stop), dict(logit_bias={"128": 30, "103": 28})):
+        whole = client.completions.create(**call, **more).choices[0]
+        scores = whole.logprobs
+        for token, place in zip(scores.tokens, scores.text_offset, strict=True):
+            if not token.startswith("bytes:"):
+                assert whole.text.startswith(token, place), (token, place)
+        streamed = client.completions.create(**call, **more, stream=True)
+        parts = [event.choices[0].logprobs for event in streamed]
+        assert [n for part in parts for n in (part.text_offset if part else ())] == (
+            scores.text_offset
+        )
+
+
 def test_log_probabilities_of_a_prompt_by_our_own_name(client):
     answer = client.completions.create(
         model="demo", prompt=[305, 288, 8], max_tokens=1, extra_body={"prompt_logprobs": 1}
