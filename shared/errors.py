@@ -10,6 +10,7 @@ TwinferError                     500  exit 1
                                                maths
 │   │   └── CheckpointError      400  exit 2   a tensor is missing, truncated, or has another shape
 │   └── RequestError             400  exit 2   one request is wrong; other requests go on
+│       └── PromptTooLong        400  exit 2   its prompt leaves no room for a completion
 ├── Overloaded                   503  exit 1   admission refused; try again later
 ├── BackendUnavailable           500  exit 4   the framework or the device is not there
 ├── EngineDead                   500  exit 1   a step failed, so that nothing that the engine holds
@@ -67,6 +68,10 @@ class RequestError(UserError):
         super().__init__(f"{field}: {message}")
         self.field = field
         self.reason = message
+
+
+class PromptTooLong(RequestError):
+    """The prompt of a request leaves no room for a completion."""
 
 
 class Overloaded(TwinferError):

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from .errors import InternalError, RequestError
+from .errors import InternalError, PromptTooLong, RequestError
 from .grammars import Matcher
 from .option_kinds import INT32_MAX
 from .sampling_params import SamplingParams
@@ -136,7 +136,7 @@ class Request:
             )
         limit = min(max_model_len - 1, cache_tokens - 1)
         if count > limit:
-            raise RequestError(
+            raise PromptTooLong(
                 "prompt",
                 f"got {count} tokens, allowed is at most {limit}: one more must fit into "
                 "max_model_len and cache",

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import tokenizers
 
-from .errors import ModelError, RequestError
+from .errors import ModelError, PromptTooLong, RequestError
 from .models.fields import need_folder, read_json, show
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -123,7 +123,7 @@ class Tokenizer:
                 "prompt", "is not valid Unicode: it has half of a surrogate pair"
             ) from None
         if not ids and count:
-            raise RequestError("prompt", f"got {count} tokens, allowed is at most {most}")
+            raise PromptTooLong("prompt", f"got {count} tokens, allowed is at most {most}")
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -10,7 +10,14 @@ from typing import Any
 import msgspec
 
 from ...shared.engine import TokenLogprobs
-from ...shared.errors import InternalError, ModelNotFound, Overloaded, TwinferError, UserError
+from ...shared.errors import (
+    InternalError,
+    ModelNotFound,
+    Overloaded,
+    PromptTooLong,
+    TwinferError,
+    UserError,
+)
 from ...shared.tokenizer import Tokenizer
 from ..formats.events import (
     ContentText,
@@ -49,7 +56,9 @@ def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
         status, param = error.http_status, getattr(error, "field", None)
         if isinstance(error, ModelNotFound):
             return status, error_body(words, "invalid_request_error", "model", "model_not_found")
-        return status, error_body(words, "invalid_request_error", param)
+        # Clients that shorten a conversation by themselves look for this word.
+        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+        return status, error_body(words, "invalid_request_error", param, code)
     if isinstance(error, Overloaded):
         return 503, error_body(str(error), "overloaded_error", code="overloaded")
     if isinstance(error, TwinferError) and not isinstance(error, InternalError):
@@ -226,6 +235,7 @@ class ChatAnswer:
             {
                 "index": news.index,
                 **self._message(news),
+                "stop_reason": news.stop_reason,
                 "logprobs": self._logprobs(news.token_ids, news.logprobs),
             }
             for news in live.news()
@@ -265,6 +275,7 @@ class ChatAnswer:
         ]
         if reason is not None:
             found.append(self._piece(news.index, {}, None, reason))
+            found[-1]["choices"][0]["stop_reason"] = news.stop_reason
         return found
 
     def _events(self, news: News) -> list[Event]:

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from ... import __version__
 from ...shared.chat import MAX_OUTPUT, render_chat
-from ...shared.errors import ModelNotFound, RequestError
+from ...shared.errors import ModelNotFound, PromptTooLong, RequestError
 from ...shared.models.fields import show
 from ...shared.sampling_params import SamplingParams
 from ...shared.structured_outputs import StructuredOutputs
@@ -422,7 +422,7 @@ class Server:
             raise RequestError("prompt", "is empty: at least one token is needed")
         most = self._longest
         if most is not None and len(ids) > most:  # else all of it goes to the engine first
-            raise RequestError("prompt", f"got {len(ids)} tokens, allowed is at most {most}")
+            raise PromptTooLong("prompt", f"got {len(ids)} tokens, allowed is at most {most}")
         if odd := [token for token in (min(ids), max(ids)) if not 0 <= token < 2**31]:
             raise RequestError(
                 "prompt", f"has the token id {show(odd[0])}, which no vocabulary has"

@@ -473,7 +473,7 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
     name = names.get(error.field, error.field)
     if name == error.field:
         return error
-    return RequestError(name, error.reason)
+    return type(error)(name, error.reason)
 
 
 def answer_form(form: dict[str, Any] | None) -> dict[str, Any] | None:

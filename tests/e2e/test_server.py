@@ -1144,6 +1144,30 @@ def test_a_priority_that_no_message_holds_is_refused(server, priority):
             assert (told.status_code, told.json()["error"]["param"]) == (400, "priority")
 
 
+def test_a_prompt_that_is_too_long_has_the_code_that_clients_look_for(server):
+    long = "def f(x):\n" * 1000
+    with server.client() as client:
+        for path, body, field in (
+            ("completions", {"prompt": long}, "prompt"),
+            ("completions", {"prompt": [[5], [5] * SIZES["max_model_len"]]}, "prompt"),
+            ("chat/completions", {"messages": [{"role": "user", "content": long}]}, "messages"),
+            ("responses", {"input": long}, "input"),
+        ):
+            error = client.post(f"/v1/{path}", json=body).json()["error"]
+            assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+
+
+def test_a_chat_says_what_has_stopped_it(client):
+    """As vLLM has it, and as completions have it here."""
+    call = dict(model="demo", messages=MESSAGES, temperature=0, max_tokens=40)
+    free = client.chat.completions.create(**call).choices[0].message.content
+    stop = free[8:10]
+    for more, expected in ((dict(stop=stop), stop), (dict(), None)):
+        whole = client.chat.completions.create(**call, **more).choices[0]
+        *_, last = client.chat.completions.create(**call, **more, stream=True)
+        assert whole.stop_reason == last.choices[0].stop_reason == expected
+
+
 def test_a_model_that_is_not_served_is_named_as_openai_does(server):
     with server.client() as client:
         told = client.post("/v1/completions", json={"model": "other", "prompt": "x"})
