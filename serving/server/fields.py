@@ -18,6 +18,7 @@ from ...shared.errors import RequestError
 from ...shared.json_depth import MAX_DEPTH, nests_too_deep
 from ...shared.models.fields import show
 from ...shared.request_checks import MAX_PRIORITY
+from ...shared.sampling_kinds import Temperature
 from ...shared.sampling_params import SamplingParams
 
 MAX_PROMPTS = 1024
@@ -148,6 +149,9 @@ class Generation(BaseModel):
         values: dict[str, Any] = {
             name: getattr(self, name) for name in SAMPLING if getattr(self, name) is not None
         }
+        if self.temperature is not None and 0 < self.temperature < Temperature.least:
+            # OpenAI takes it, clients send 1e-8 for nearly greedy, and vLLM does the same.
+            values["temperature"] = Temperature.least
         for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
             if name in values:
                 values[name] = tuple(values[name])

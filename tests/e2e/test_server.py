@@ -606,6 +606,18 @@ def test_what_asks_for_nothing_is_not_refused(server):
             assert answer.status_code == 200, answer.text
 
 
+def test_temperatures_that_the_sampler_has_not_are_the_least_that_it_has(client):
+    """As vLLM has it. Clients that want the best token send 1e-8."""
+    call = dict(model="demo", prompt="x", max_tokens=8, seed=5)
+    texts = {
+        client.completions.create(**call, temperature=t).choices[0].text
+        for t in (1e-300, 1e-8, 0.009, 0.01)
+    }
+    assert len(texts) == 1
+    with pytest.raises(openai.BadRequestError, match=r"temperature: got -1e-08, allowed is 0 "):
+        client.completions.create(**call, temperature=-1e-8)
+
+
 def test_a_response_takes_every_setting_of_a_chat(server):
     with server.client() as client:
         body = {"input": "x", "max_output_tokens": 8, "structured_outputs": {"regex": "[ab]{3}"}}
