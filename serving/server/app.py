@@ -340,8 +340,12 @@ class Server:
         if body.stream:
             return await self._stream(request, [live], response_events(live, events, take, used))
         await self._whole(request, [live])
-        take()
-        return _json(200, events.response(used()))
+
+        def whole() -> dict[str, Any]:
+            take()
+            return events.response(used())
+
+        return await _told(whole, [live])
 
     def _scores(self, chat: ChatRequest, news: News, parser: OutputParser) -> list[dict[str, Any]]:
         """Log-probabilities of new tokens, if they were asked for; not of those that end reasoning

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -15,13 +16,17 @@ from .streams import Recurring
 LOG = logging.getLogger("twinfer.server")
 SILENCE_S = 15.0
 """How often a stream without news gets a comment line."""
+PART = 1 << 16
+"""Bytes of events that are made at once. A client that reads slowly has tens of MB waiting, if it
+wants log-probabilities of many completions; while they are made, no other stream goes on.
+"""
 
 
 async def until_ended(
-    lives: Sequence[Live], take: Callable[[], bytes]
+    lives: Sequence[Live], take: Callable[[], Iterable[bytes]]
 ) -> AsyncGenerator[bytes, None]:
     """What `take` gives each time that something has come for `lives`, which share an event, until
-    all have ended. Raises the error of one.
+    all have ended: joined, but others run between parts of `PART` bytes. Raises the error of one.
     """
     changed, silent = lives[0].changed, False
 
@@ -38,9 +43,16 @@ async def until_ended(
             # Before the yield: what comes while a slow client reads is for the next time round.
             error = next((live.error for live in lives if live.error is not None), None)
             ended = all(live.done for live in lives)
-            data = take()
-            if data or silent:
-                yield data or SILENCE
+            held, size = [], 0
+            for data in take():
+                held.append(data)
+                size += len(data)
+                if size >= PART:
+                    yield b"".join(held)
+                    held, size, silent = [], 0, False
+                    await asyncio.sleep(0)
+            if size or silent:
+                yield b"".join(held) or SILENCE
                 silent = False
             if error is not None:
                 raise error
@@ -62,8 +74,8 @@ async def piece_events(
     # As OpenAI has it: who asks for the usage gets the field in every event.
     extra: dict[str, Any] = {} if usage is None else {"usage": None}
 
-    def take() -> bytes:
-        return b"".join(
+    def take() -> Iterator[bytes]:
+        return (
             event(piece | extra)
             for place, live in enumerate(lives)
             for news in live.news()
@@ -89,7 +101,7 @@ async def response_events(
     """The stream of a response, each event under its name."""
     try:
         yield named_events(events.start())
-        async with aclosing(until_ended([live], lambda: named_events(take()))) as told:
+        async with aclosing(until_ended([live], lambda: [named_events(take())])) as told:
             async for data in told:
                 yield data
         yield named_events(events.end(used()))

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 import sys
 import threading
 import time
@@ -307,6 +308,34 @@ def test_what_comes_while_a_slow_client_reads_is_told():
         b'data: {"t":[6],"f":"length"}\n\n',
         b"data: [DONE]\n\n",
     ]
+
+
+def test_others_run_while_much_is_told():
+    """As of many completions with log-probabilities, to a client that has not read for a while."""
+
+    async def told():
+        one, turns, others = live(64), [], 0
+
+        async def run():
+            nonlocal others
+            while True:
+                others += 1
+                await asyncio.sleep(0)
+
+        running = asyncio.create_task(run())
+        for index in range(64):
+            one.take(index, Update(str(index), (5,), FinishReason.LENGTH))
+        pieces = piece_events([one], lambda _, __, n: [{"i": n.index, "x": "x" * 30_000}], None)
+        found = []
+        async for data in pieces:
+            turns.append(others)
+            found += re.findall(rb'"i":(\d+)', data)
+        running.cancel()
+        assert found == [b"%d" % index for index in range(64)]
+        return turns
+
+    turns = asyncio.run(told())
+    assert len(set(turns)) > 10  # 2 MB in parts of 64 KiB
 
 
 async def never():
