@@ -31,6 +31,7 @@ def kernels_noted() -> Iterator[Noted]:
     noted: Noted = {}
     try:
         from triton import knobs
+        from triton.language import dtype
         from triton.runtime.jit import JITFunction
     except ImportError:
         yield noted
@@ -38,7 +39,10 @@ def kernels_noted() -> Iterator[Noted]:
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:  # the hook's own names
         kernel = fn.jit_function
-        noted[id(kernel), compile["specialization_data"]] = kernel
+        # A constant that is text and a dtype's name would be read as that dtype: such a kernel is
+        # compiled by its launch.
+        if not any(isinstance(x, str) and dtype.is_dtype(x) for x in compile["constants"].values()):
+            noted[id(kernel), compile["specialization_data"]] = kernel
         return True
 
     launch = JITFunction.run

@@ -90,9 +90,9 @@ def squash(scores, soft_cap):
 @triton.jit
 def stored(x, inverse, KIND: tl.constexpr):
     """x [float32, a number of the storage dtype] as the cache holds it: KIND is "" (as it is),
-    "int8" or "fp8".
+    "int8s" or "fp8".
     """
-    if KIND == "int8":
+    if KIND == "int8s":
         y = tl.minimum(tl.maximum(x * inverse, -INT8_MAX), INT8_MAX)
         y = tl.where(x == x, (y + NEAREST) - NEAREST, 0.0)
         return y.to(tl.int8)

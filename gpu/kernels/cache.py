@@ -12,13 +12,14 @@ from .launch import (
     FLOATS,
     config,
     head_scales,
+    kind_of,
     overlap,
     power_of_2,
     refused_cache,
     triton_kernel,
 )
 
-KINDS = {"int8": "int8", "float8_e4m3fn": "fp8"}
+KINDS = {"int8": kind_of("int8"), "float8_e4m3fn": "fp8"}
 """What the kernels call a cache that is narrower than the model's dtype."""
 
 

@@ -125,6 +125,13 @@ def overlap(early: bool = False) -> dict[str, int | bool]:
     return {"OVERLAP": mode.value if can else 0, "launch_pdl": can}
 
 
+def kind_of(kind: str) -> str:
+    """What kernels are told of a kind of narrow numbers. What a start notes of launches is text, of
+    which Triton makes a dtype where it is a dtype's name.
+    """
+    return "int8s" if kind == "int8" else kind
+
+
 def head_scales(
     k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -16,6 +16,7 @@ from .launch import (
     FLOATS,
     config,
     hopper,
+    kind_of,
     overlap,
     power_of_2,
     processors,
@@ -54,7 +55,7 @@ class _Weight(NamedTuple):
     def constants(self) -> dict[str, Any]:
         """What kernels are compiled for."""
         return {
-            "KIND": self.kind,
+            "KIND": kind_of(self.kind),
             "GROUP": self.group,
             "HAS_ZERO": self.zero is not None,
             "HAS_BIAS": self.bias is not None,

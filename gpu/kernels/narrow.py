@@ -19,6 +19,7 @@ from .launch import (
     capability,
     config,
     hopper,
+    kind_of,
     overlap,
     power_of_2,
     processors,
@@ -329,7 +330,7 @@ class Product(NamedTuple):
         return {
             "N": n,
             "K": k,
-            "KIND": self.kind,
+            "KIND": kind_of(self.kind),
             "GROUP": self.group,
             "X_GROUP": self.x_group,
             "HAS_ZERO": self.zero is not None,
@@ -442,7 +443,7 @@ def _widened(product: Product) -> torch.Tensor:
     block_k = min(setting["block"], power_of_2(k))
     widen_kernel[(n, triton.cdiv(k, block_k))](
         *product.arrays[1:4], out,
-        K=k, KIND=product.kind, GROUP=product.group, HAS_ZERO=product.zero is not None,
+        K=k, KIND=kind_of(product.kind), GROUP=product.group, HAS_ZERO=product.zero is not None,
         BLOCK_K=block_k, num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip
     return out
@@ -580,10 +581,10 @@ def tiles(product: Product, *, gated: bool = False) -> None:
         TensorDescriptor.from_tensor(weight, block, swizzled),
         TensorDescriptor.from_tensor(product.x, [block_m, 128], NVMMASharedLayout(128, 16, 2)),
         scale, zero, bias, out, sums, arrived, rows,
-        N=n, K=k, KIND=product.kind, GROUP=product.group, HAS_ZERO=product.zero is not None,
-        HAS_BIAS=product.bias is not None, GATED=gated, PARTS=parts, BLOCK_M=block_m,
-        BLOCK_N=block_n, STAGES=setting["stages"], num_warps=setting["warps"],
-        maxnreg=setting["registers"], **overlap(early=True),
+        N=n, K=k, KIND=kind_of(product.kind), GROUP=product.group,
+        HAS_ZERO=product.zero is not None, HAS_BIAS=product.bias is not None, GATED=gated,
+        PARTS=parts, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=setting["stages"],
+        num_warps=setting["warps"], maxnreg=setting["registers"], **overlap(early=True),
     )  # fmt: skip
 
 

@@ -110,7 +110,7 @@ def narrow_gemv_kernel(
     """
     packed: tl.constexpr = 2 if (KIND == "int4") | (KIND == "fp4") else 1
     width: tl.constexpr = K // packed
-    exact: tl.constexpr = (KIND == "int8") & (X_GROUP > 0)
+    exact: tl.constexpr = (KIND == "int8s") & (X_GROUP > 0)
     kind: tl.constexpr = tl.int32 if exact else tl.float32
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     j, k = tl.arange(0, BLOCK_K // packed), tl.arange(0, BLOCK_K)
@@ -447,7 +447,7 @@ def narrow_kernel(
     """
     packed: tl.constexpr = 2 if (KIND == "int4") | (KIND == "fp4") else 1
     width: tl.constexpr = K // packed
-    exact: tl.constexpr = (KIND == "int8") & (X_GROUP > 0)
+    exact: tl.constexpr = (KIND == "int8s") & (X_GROUP > 0)
     kind: tl.constexpr = tl.int32 if exact else tl.float32
     # Numbers of e4m3 are exact in float16, which takes one conversion; what is not quantised is
     # multiplied in its own dtype.

@@ -81,7 +81,7 @@ INT8_FLOAT16 = gl.constexpr(
 @gluon.constexpr_function
 def stored(kind):
     """How many neighbours of k an element of the array has: int8 is in halves, others in words."""
-    return 2 if kind == "int8" else 8
+    return 2 if kind == "int8s" else 8
 
 
 @gluon.constexpr_function
@@ -90,8 +90,8 @@ def elements_layout(warps, of_warp, kind):
     thread each eighth. Of words, four threads read the same.
     """
     count = BLOCK_K.value // stored(kind)
-    own = [[0, 1], [0, 2]] if kind == "int8" else [[0, 0], [0, 0]]
-    first = 4 if kind == "int8" else 1
+    own = [[0, 1], [0, 2]] if kind == "int8s" else [[0, 0], [0, 0]]
+    first = 4 if kind == "int8s" else 1
     places = [[0, first << i] for i in range((count // first).bit_length() - 1)]
     return DistributedLinearLayout(
         [*places, *([[8, 0]] if of_warp == 16 else [])],

@@ -399,14 +399,28 @@ def test_narrow_experts_compile(compiled, tokens, kind, group, act):
     assert compiled == (few if tokens == 2 else many)
 
 
-@pytest.mark.parametrize("kind", ["int4", "int4 tiles", "tokens", "attention"])
-def test_noted_kernels_are_those_that_are_launched(driver, kind, caplog):
-    """A start notes launches as text, and compiles from that: later launches find the kernels."""
-    from twinfer.gpu.kernels import attention, narrow
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("int4", "int4 tiles", "int8 tiles", "tokens", "int8 token", "int8 tokens", "attention"),
+        *("int8 cache", "int8 cache, k and v", "int8 experts"),
+    ],
+)
+def test_noted_kernels_are_those_that_are_launched(driver, kind, caplog, tmp_path):
+    """A start notes launches as text, and compiles from that: later launches find the kernels,
+    whose code is that of launches which nothing was noted of.
+    """
+    from twinfer.gpu.kernels import attention, cache, moe_narrow, narrow
     from twinfer.gpu.precompile import compile_together, kernels_noted
 
     ones, k, n = torch.ones(1, 1), 1024, 512
     fp8 = torch.zeros(n, k, dtype=torch.float8_e4m3fn)
+    int8, scales = torch.zeros(n, k, dtype=torch.int8), torch.ones(n, 1)
+    kv, qkv = torch.zeros(4, 16, 4, 64, dtype=torch.int8), torch.zeros(3, 512).bfloat16()
+    angles, slots, heads = torch.ones(3, 32), torch.zeros(3, dtype=torch.int32), qkv.view(3, 8, 64)
+    experts = torch.zeros(2, n, n, dtype=torch.int8), torch.ones(2, n, 1), None, None
+    down = torch.zeros(2, n, n // 2, dtype=torch.int8), torch.ones(2, n, 1), None, None
+    chosen = torch.ones(40, 1), torch.zeros(40, 1, dtype=torch.int32)
     int4 = torch.zeros(n, k // 2, dtype=torch.uint8)
     paging = paged(generator("noted"), "bfloat16", [90, 150], [1, 40], (8, 2), 128, 16, tokens=64)
     calls = {
@@ -416,22 +430,63 @@ def test_noted_kernels_are_those_that_are_launched(driver, kind, caplog):
         "int4 tiles": lambda: narrow.linear_grouped(
             torch.zeros(20, k, dtype=torch.bfloat16), int4, torch.ones(n, 8), None, None, "int4"
         ),
+        "int8 tiles": lambda: narrow.linear_grouped(
+            torch.zeros(20, k, dtype=torch.bfloat16), int8, scales, None, None, "int8"
+        ),
         "tokens": lambda: narrow.linear_fp8(fp8[:8], fp8, ones, ones, None, "bfloat16"),
+        "int8 token": lambda: narrow.linear_int8(int8[:1], int8, ones, scales, None, "bfloat16"),
+        "int8 tokens": lambda: narrow.linear_int8(int8[:20], int8, ones, scales, None, "bfloat16"),
+        "int8 cache": lambda: cache.norm_rope_write_kv(
+            qkv, kv, None, None, angles, angles, slots, 1e-6, ones[0].expand(2), None
+        ),
+        "int8 cache, k and v": lambda: cache.write_kv(kv, heads[:, :2], heads[:, 2:4], slots),
+        "int8 experts": lambda: moe_narrow.moe_experts_narrow(
+            torch.zeros(40, n).bfloat16(), *chosen, *experts, *down, "int8", 0.0, 0.0
+        ),
         "attention": lambda: attention.paged_attention(**arguments_of("paged_attention", paging)),
     }
-    with kernels_noted() as noted:
+
+    def code():
+        made = {id(kernel): kernel.device_caches[driver.device][0] for kernel in noted.values()}
+        return [
+            {str(key): found.asm["ptx"] for key, found in each.items()} for each in made.values()
+        ]
+
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path / "noted")
+        with kernels_noted() as noted:
+            calls[kind]()
+        assert noted
+        assert not driver.launches
+        with caplog.at_level("INFO", "twinfer.gpu"):
+            compile_together(noted, lambda done: None)
+        assert not caplog.messages
+        with kernels_noted() as missing:
+            calls[kind]()
+        assert not missing
+        assert not driver.launches
         calls[kind]()
-    assert noted
-    assert not driver.launches
-    with caplog.at_level("INFO", "twinfer.gpu"):
-        compile_together(noted, lambda done: None)
-    assert not caplog.messages
-    with kernels_noted() as missing:
+        assert driver.launches == [kernel.fn.__name__ for kernel in noted.values()]
+        from_text, driver.device = code(), f"{driver.device}, not noted"
+        triton.knobs.cache.dir = str(tmp_path / "launched")
         calls[kind]()
-    assert not missing
-    assert not driver.launches
-    calls[kind]()
-    assert driver.launches == [kernel.fn.__name__ for kernel in noted.values()]
+        assert from_text == code()
+
+
+@triton.jit
+def text_kernel(out, TEXT: triton.language.constexpr):
+    if TEXT == "int8":
+        triton.language.store(out, 1)
+
+
+def test_a_constant_that_a_dtype_is_called_like_is_not_noted(driver):
+    from twinfer.gpu.precompile import kernels_noted
+
+    for text, count in (("int8", 0), ("int8s", 1)):
+        with kernels_noted() as noted:
+            text_kernel[(1,)](torch.zeros(1), TEXT=text)
+        assert len(noted) == count
+        assert not driver.launches
 
 
 @pytest.mark.parametrize("failures", [0, 1, 2])
