@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -63,9 +64,7 @@ def _read_gptq(fields: Fields) -> Quantization:
     bits = fields.get("bits")
     if bits != 4:
         fields.refuse("bits", bits, "4")
-    form = fields.need("checkpoint_format", "gptq")
-    if form not in ("gptq", "gptq_v2"):
-        fields.refuse("checkpoint_format", form, '"gptq" or "gptq_v2"')
+    form = _form(fields, "checkpoint_format", "gptq", "gptq_v2")
     fields.only("lm_head", False)
     fields.only("pack_dtype", "int32")
     fields.only("is_marlin_format", False)
@@ -90,12 +89,25 @@ def _read_awq(fields: Fields) -> Quantization:
     fields.only("zero_point", True)
     # llm-awq packs otherwise, whatever `version` says.
     fields.only("backend", "autoawq", "auto")
-    if str(fields.need("version", "gemm")).lower() != "gemm":
-        fields.refuse("version", fields.get("version"), '"gemm"')
+    fields.only("desc_act", False)
+    _form(fields, "version", "gemm")
     name = "group_size" if fields.get("group_size") is not None else "q_group_size"
     narrow = Narrow("int4", _group_size(fields, name), zeros=True)
     left = tuple(f".*{re.escape(n)}.*" for n in _names(fields, "modules_to_not_convert"))
     return Quantization(narrow, "awq", left)
+
+
+def _form(fields: Fields, name: str, *allowed: str) -> str:
+    """How numbers lie, the first of `allowed` where nothing says it. Since transformers 5 the field
+    is `format`, beside `name`, the method's own.
+    """
+    for each in (name, "format"):
+        value = fields.need(each, allowed[0])
+        low = value.lower() if isinstance(value, str) else value
+        if low not in allowed:
+            fields.refuse(each, value, " or ".join(map(json.dumps, allowed)))
+        allowed = (low,)
+    return allowed[0]
 
 
 def _group_size(fields: Fields, name: str) -> int:
@@ -265,6 +277,13 @@ ARGUMENTS = frozenset(
     """num_bits type strategy group_size symmetric dynamic observer observer_kwargs actorder
     block_structure scale_dtype zp_dtype""".split()
 )
+INTEGERS_OF_FOUR_BITS = frozenset(
+    """quant_method bits group_size desc_act sym format backend true_sequential damp_percent
+    act_group_aware meta dataset tokenizer model_seqlen block_name_to_quantize
+    module_name_preceding_first_block batch_size pad_token_id max_input_length
+    cache_block_outputs""".split()
+)
+"""What transformers writes of GPTQ and AWQ alike."""
 METHODS: dict[str, tuple[frozenset[str], Callable[[Fields], Quantization]]] = {
     "fp8": (
         frozenset(
@@ -282,23 +301,20 @@ METHODS: dict[str, tuple[frozenset[str], Callable[[Fields], Quantization]]] = {
     ),
     "gptq": (
         frozenset(
-            """quant_method bits group_size desc_act sym checkpoint_format dynamic lm_head
-            pack_dtype true_sequential static_groups damp_percent damp_auto_increment meta dataset
-            tokenizer
-            model_name_or_path model_file_base_name model_seqlen block_name_to_quantize
-            module_name_preceding_first_block batch_size pad_token_id use_cuda_fp16 exllama_config
-            max_input_length cache_block_outputs backend use_exllama is_marlin_format
-            quantizer""".split()
-        ),
+            """checkpoint_format dynamic lm_head pack_dtype static_groups damp_auto_increment
+            model_name_or_path model_file_base_name use_cuda_fp16 exllama_config use_exllama
+            is_marlin_format quantizer""".split()
+        )
+        | INTEGERS_OF_FOUR_BITS,
         _read_gptq,
     ),
     "mxfp4": (frozenset("quant_method modules_to_not_convert dequantize".split()), _read_mxfp4),
     "awq": (
         frozenset(
-            """quant_method bits w_bit group_size q_group_size zero_point version
-            modules_to_not_convert backend do_fuse modules_to_fuse fuse_max_seq_len
-            exllama_config""".split()
-        ),
+            """w_bit q_group_size zero_point version modules_to_not_convert do_fuse modules_to_fuse
+            fuse_max_seq_len exllama_config""".split()
+        )
+        | INTEGERS_OF_FOUR_BITS,
         _read_awq,
     ),
 }  # fmt: skip

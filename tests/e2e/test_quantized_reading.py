@@ -251,6 +251,8 @@ CONFIGS = {
     "an unknown format": ("packed", dict(format="marlin-24"), r"format.*pack-quantized"),
     "3 bits": ("gptq", dict(bits=3), r"bits.*3"),
     "an AWQ of another layout": ("awq", dict(version="gemv"), r"version.*gemm"),
+    "two layouts": ("awq", dict(format="gemv"), r"format is gemv, allowed: .*gemm"),
+    "two formats": ("gptq", dict(format="gptq_v2"), r"format is gptq_v2, allowed: .*gptq"),
     "the AWQ of another library": ("awq", dict(backend="llm-awq"), r"backend is llm-awq.*autoawq"),
     "a GPTQ that is packed for a kernel": ("gptq", dict(is_marlin_format=True), r"is_marlin_format"),
     "a GPTQ that is no name": ("gptq", dict(checkpoint_format=[]), r"checkpoint_format is \[\]"),
@@ -301,6 +303,17 @@ def test_an_order_by_activations_has_to_be_in_the_file(checkpoint, tmp_path):
     folder = changed(checkpoint("gptq"), tmp_path / "unsaid", orderless, desc_act=True)
     with pytest.raises(CheckpointError, match=r"missing: .*\.g_idx"):
         check(folder)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_config_of_transformers_has_more_fields(checkpoint, tmp_path, method):
+    """Its releases from 5 on write `format`, whatever the other field is."""
+    import transformers
+
+    kind = {"gptq": transformers.GPTQConfig, "awq": transformers.AwqConfig}[method]
+    written = json.loads(kind(bits=4, group_size=32).to_json_string(use_diff=False))
+    assert written["format"]
+    check(changed(checkpoint(method), tmp_path / "model", None, **written))
 
 
 @pytest.mark.parametrize("value", [0, {}, "lm_head"])
