@@ -5,7 +5,8 @@ again.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from functools import partial
 
 from .errors import RequestError
@@ -174,5 +175,9 @@ class SamplingParams:
         )
 
     def with_seed(self, seed: int) -> SamplingParams:
-        """The same settings with `seed`."""
-        return replace(self, seed=seed)
+        """The same settings with `seed`, an integer of 64 bits. They are not checked again: a form
+        or a list of token ids takes long, and each of many completions has its own seed.
+        """
+        other = copy(self)
+        object.__setattr__(other, "seed", seed)
+        return other

@@ -170,7 +170,8 @@ class Server:
             text: TokenizeRequest = read_fields(TokenizeRequest, body)
             self._check_model(text.model)
             self._count_unknown(list(text.model_extra or {}))
-            ids = await self._encode(text.prompt, text.add_special_tokens is not False, None)
+            special = text.add_special_tokens is not False
+            (ids,) = await self._encode([text.prompt], special, None)
         ready = self._engine.ready
         length = ready.model["max_model_len"] if ready else None
         head = encode({"count": len(ids), "max_model_len": length})[:-1]
@@ -195,13 +196,21 @@ class Server:
 
         return _json(200, {"prompt": await _in_thread(decode, size=len(ids))})
 
-    async def _encode(self, text: str, special: bool, most: int | None) -> list[int]:
+    async def _encode(
+        self, texts: Sequence[str], special: bool, most: int | None
+    ) -> list[list[int]]:
+        """The token ids of texts, each of at most `most` tokens. Many short ones take as long as a
+        long one.
+        """
         tokenizer = need_tokenizer(self._settings.tokenizer)
-        if len(text) < LONG:
-            return tokenizer.encode(text, special)
-        if len(text) > MAX_OUTPUT:
+        if max(map(len, texts)) > MAX_OUTPUT:
             raise RequestError("prompt", f"has more than {MAX_OUTPUT} characters")
-        return await asyncio.to_thread(tokenizer.encode, text, special, most)
+
+        def encode() -> list[list[int]]:
+            return [tokenizer.encode(text, special, most) for text in texts]
+
+        found: list[list[int]] = await _in_thread(encode, size=sum(map(len, texts)))
+        return found
 
     @property
     def _room(self) -> int | None:
@@ -269,7 +278,7 @@ class Server:
         self._accept(chat)
         self._engine.admit(0, 0)
         text, ids = await asyncio.to_thread(self._render, chat, self._longest)
-        params = self._params(chat, len(ids), whole_context=True)
+        params = self._seeded(self._params(chat, len(ids), whole_context=True))
         if (bound := self._bound(chat, params, text[-TAIL:])) is not None:
             try:
                 params = replace(params, structured_outputs=bound)
@@ -367,15 +376,14 @@ class Server:
         body: CompletionRequest = read_fields(CompletionRequest, await _body(request))
         self._accept(body)
         prompts = body.prompts()
+        body.check_lists(len(prompts))
         self._engine.admit(0, 0)
-        special = body.add_special_tokens is not False
-        ids = [
-            await self._encode(prompt, special, self._longest)
-            if isinstance(prompt, str)
-            else prompt
-            for prompt in prompts
-        ]
-        settings = [self._params(body, len(one), whole_context=False) for one in ids]
+        ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
+        if texts := [prompt for prompt in prompts if isinstance(prompt, str)]:  # all, or none
+            special = body.add_special_tokens is not False
+            ids = await self._encode(texts, special, self._longest)
+        params = self._params(body, len(ids[0]), whole_context=False)
+        settings = [self._seeded(params) for _ in ids]
         answer = CompletionAnswer(
             f"cmpl-{request.scope['twinfer.id']}",
             body.model or self._settings.names[0],
@@ -443,7 +451,11 @@ class Server:
         params = body.params(settings.defaults, most)
         if params.stop and settings.tokenizer is None:
             raise RequestError("stop", "stop strings need a tokenizer, and the model has none")
-        if params.seed is None and settings.draw_seeds:
+        return params
+
+    def _seeded(self, params: SamplingParams) -> SamplingParams:
+        """With a seed of its own, where the client names none."""
+        if params.seed is None and self._settings.draw_seeds:
             return params.with_seed(secrets.randbits(63))
         return params
 

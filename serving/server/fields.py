@@ -24,6 +24,8 @@ from ...shared.sampling_params import SamplingParams
 MAX_PROMPTS = 1024
 MAX_COMPLETIONS = 1024
 """Of all prompts of one call."""
+MAX_LISTED = 1 << 21
+"""Token ids in a list of a call, over all of its completions: the engine gets one for each."""
 MAX_TOOLS = 1024
 MAX_VALUES = 1 << 20
 """Of one body; a text, a list or an object counts as `PART`. Without a bound 32 MiB of brackets are
@@ -129,6 +131,7 @@ class Generation(BaseModel):
             value = (self.model_extra or {}).get(name)
             if value is not None and value is not False and value != []:  # these ask for nothing
                 raise RequestError(name, why)
+        self.check_lists(1)
         # Larger ones do not fit into a message to the engine, which checks all else of it.
         if self.priority is not None and abs(self.priority) > MAX_PRIORITY:
             raise RequestError(
@@ -140,6 +143,18 @@ class Generation(BaseModel):
             if self.stream_options.continuous_usage_stats:
                 raise RequestError(
                     "stream_options.continuous_usage_stats", "is not supported; ask include_usage"
+                )
+
+    def check_lists(self, prompts: int) -> None:
+        """Raise RequestError for lists of token ids that are too long for so many prompts."""
+        count = prompts * (self.n or 1)
+        for name in ("allowed_token_ids", "banned_token_ids"):
+            size = len(getattr(self, name) or ())
+            if size * count > MAX_LISTED:
+                raise RequestError(
+                    name,
+                    f"has {size} token ids for each of {count} completions, at most {MAX_LISTED} "
+                    "in all",
                 )
 
     def params(self, defaults: SamplingParams, most_tokens: int | None) -> SamplingParams:

@@ -493,6 +493,9 @@ BAD = [
     (dict(suffix="x"), "suffix"),
     (dict(best_of=3), "best_of"),
     (dict(stream_options={"include_usage": True}), "stream_options"),
+    # The engine gets the list for each of 1024 completions: minutes, in which it counts as hung.
+    (dict(prompt=["x"] * 64, n=16, allowed_token_ids=[1, 2] * 200_000), "allowed_token_ids"),
+    (dict(n=128, banned_token_ids=[1, 2] * 200_000), "banned_token_ids"),
     (dict(max_completion_tokens=2), "max_completion_tokens"),
     (dict(tools=[{}]), "tools"),
     (dict(top_logprobs=2), "top_logprobs"),

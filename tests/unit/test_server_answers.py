@@ -105,7 +105,23 @@ def test_without_a_tokenizer_the_field_that_needs_one_is_named():
         server._render(chat, None)
     assert (caught.value.field, named_here(caught.value).field) == ("messages", "input")
     with pytest.raises(RequestError, match=r"prompt: .* so text needs token ids"):
-        asyncio.run(server._encode("x", True, None))
+        asyncio.run(server._encode(["x"], True, None))
+
+
+def test_others_run_while_many_short_texts_are_encoded():
+    server = Server(Settings(["m"], TOKENIZER, SamplingParams(), FORMATS["none"]), None, None)
+    text = "def f(x): " * 300
+
+    async def run():
+        others = 0
+        encoding = asyncio.create_task(server._encode([text] * 200, True, None))
+        while not encoding.done():
+            others += 1
+            await asyncio.sleep(0.001)
+        assert await encoding == [TOKENIZER.encode(text)] * 200
+        return others
+
+    assert asyncio.run(run()) > 3
 
 
 def test_reasoning_that_has_not_ended_is_counted():
