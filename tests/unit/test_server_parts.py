@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twinfer.serving.server import messages
+from twinfer.serving.server import child, messages
 from twinfer.serving.server.answers import Words, error_of
 from twinfer.serving.server.child import IDLE_MS, Loop, _fatal, hang_limit
 from twinfer.serving.server.doors import Doors
@@ -140,6 +140,16 @@ def test_a_turn_takes_all_messages_then_steps_once():
     sent, _, waits = turned([add(1), add(2)])
     assert [number for number, _ in messages.updates_of(sent[0])] == [1, 2]
     assert waits == [IDLE_MS, 0, 0]
+
+
+def test_steps_go_on_while_very_many_messages_come(monkeypatch):
+    """Each of a large form, say."""
+    decode = child.decode_inbox
+    monkeypatch.setattr(child, "decode_inbox", lambda data: time.sleep(0.02) or decode(data))
+    sent, _, _ = turned([add(number) for number in range(1, 11)], turns=10)
+    steps = [message for message in sent if isinstance(message, messages.Step)]
+    assert len(steps) > 2
+    assert [n for step in steps for n, _ in messages.updates_of(step)] == list(range(1, 11))
 
 
 def test_an_abort_behind_its_request_keeps_it_from_starting():
