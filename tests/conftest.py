@@ -64,9 +64,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") != "cpu":
         os.environ.pop("JAX_PLATFORMS", None)
     if config.getoption("--device") == "cuda":
-        check_gpu()
+        # Before CUDA is asked for anything: it reads this once, and would keep to the first GPU.
         if (worker := getattr(config, "workerinput", None)) is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of(worker["workerid"], visible_gpus())
+        check_gpu()
         # Both frameworks are in this process: JAX would take three quarters of the memory for
         # itself.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -1,5 +1,6 @@
 """A number behind a kind of device: which of this machine's devices an engine runs on."""
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -8,6 +9,8 @@ import pytest
 
 from twinfer.shared.config import DeviceInfo, EngineConfig, parse_device
 from twinfer.shared.errors import BackendUnavailable, ConfigError
+
+from .. import conftest
 
 GB = 1 << 30
 
@@ -161,3 +164,20 @@ def test_jax_runs_on_the_device_of_a_number():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "device: got cpu:3, the numbers here go from 0 to 2\n"
+
+
+def test_a_process_of_the_gpus_suite_has_its_gpu_before_cuda_is_asked(monkeypatch):
+    """CUDA reads which GPUs it may use once: asked before, all processes would share the first."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    seen = []
+    monkeypatch.setattr(
+        torch.cuda, "is_available", lambda: not seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+    )
+    for worker in ("gw0", "gw1", "gw2"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = "4,7"
+        options = SimpleNamespace(getoption=lambda name: "cuda", workerinput={"workerid": worker})
+        conftest.pytest_configure(options)
+    assert seen == ["4", "7", "4"]
