@@ -205,7 +205,7 @@ def _prefill(
         "CAPPED": soft_cap > 0,
     }
     sinks = out if sinks is None else sinks
-    if hopper() and _fits_hopper(q, kv, shape, scale):
+    if hopper() and scales is None and _fits_hopper(q, kv, shape, scale):
         tensors = q, kv, page_table, query_start, kv_lens, counts, out, sinks
         _prefill_hopper(*tensors, scale, soft_cap, shape, variant)
         return
@@ -264,8 +264,8 @@ def _prefill_hopper(
 
 
 def _fits_hopper(q: torch.Tensor, kv: torch.Tensor, shape: dict[str, int], scale: float) -> bool:
-    """Whether `hopper_kernel` takes a call: no scaled cache, and blocks that are made of pages, or
-    pages of blocks.
+    """Whether `hopper_kernel` takes a call without scales: no narrow cache, and blocks that are
+    made of pages, or pages of blocks.
     """
     if shape["SIZE"] not in HOPPER_SIZES or kv.dtype != q.dtype or q.itemsize != 2 or scale <= 0:
         return False

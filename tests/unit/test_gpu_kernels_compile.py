@@ -160,6 +160,16 @@ def test_attention_compiles(compiled, monkeypatch, heads, size, page, reach):
     assert compiled == ["decode_kernel", *prompts]
 
 
+def test_prompts_with_scales_have_the_kernel_that_reads_them(compiled):
+    """Of a cache in the model's dtype too: the op has them as factors of any cache."""
+    from twinfer.gpu.kernels import attention
+
+    arguments = paged(generator("compile"), "bfloat16", [90, 150], [1, 40], (8, 2), 128, 64)
+    scales = {"k_scale": np.ones(2, np.float32), "v_scale": np.ones(2, np.float32)}
+    attention.paged_attention(**arguments_of("paged_attention", arguments | scales))
+    assert compiled == ["decode_kernel", "prefill_kernel"]
+
+
 def test_norms_over_all_heads_compile(compiled):
     """On one device, and on a shard."""
     from twinfer.gpu.kernels import rows
