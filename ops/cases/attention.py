@@ -559,6 +559,9 @@ def _attention_cases(dtype: str) -> Iterator[Case]:
     yield Case("mixed, fp8 cache, no scales", cache | {"k_scale": None, "v_scale": None})
     yield Case("mixed, fp8 cache, scales of K alone", cache | {"v_scale": None})
     yield Case("several blocks, int8 cache", _narrowed(blocks, "int8", 0.031, 0.037))
+    whole = paged(np.random.default_rng(12), dtype, [70, 40, 9], [40, 1, 1], (4, 2), 64, 16)
+    scales = {"k_scale": by_head(0.9, 2), "v_scale": by_head(0.6, 2)}
+    yield Case("mixed, scales of a cache that is not narrow", whole | scales)
     for name, arguments, fill in (
         ("decode, NaN below the window", decode | {"window": 5}, _spoil_below_reach),
         ("mixed, NaN below the window", mixed | {"window": 4}, _spoil_below_reach),
