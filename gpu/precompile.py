@@ -11,8 +11,11 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from functools import partial
 from threading import Thread
 from typing import Any
+
+import torch
 
 LOG = logging.getLogger("twinfer.gpu")
 Noted = dict[tuple[int, str], Any]
@@ -82,8 +85,12 @@ def compile_together(noted: Noted, progress: Callable[[int], None]) -> None:
         # quarter of a second.
         kernel.preload(data).run  # noqa: B018
 
+    # Threads begin on the first GPU: what they loaded there the launches of another would not find.
+    stay: Callable[[], None] | None = None
+    if torch.cuda.is_available():
+        stay = partial(torch.cuda.set_device, torch.cuda.current_device())
     failed = []
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), initializer=stay) as pool:
         work = {pool.submit(make, k, data): (k, data) for (_, data), k in noted.items()}
         for done, made in enumerate(as_completed(work)):
             if (error := made.exception()) is not None:

@@ -3,6 +3,7 @@ shows what they compute, takes programs that the compiler refuses.
 """
 
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -497,6 +498,26 @@ def test_a_constant_that_a_dtype_is_called_like_is_not_noted(driver):
             text_kernel[(1,)](torch.zeros(1), TEXT=text)
         assert len(noted) == count
         assert not driver.launches
+
+
+def test_kernels_are_loaded_on_the_gpu_that_is_current(monkeypatch):
+    """By threads, each of which begins on the first: as for a rank, or an engine on `cuda:1`."""
+    from twinfer.gpu.precompile import compile_together
+
+    of_thread = threading.local()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(of_thread, "device", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: setattr(of_thread, "device", index))
+    torch.cuda.set_device(1)
+    loaded = []
+
+    def preload(data):
+        loaded.append(torch.cuda.current_device())
+        return SimpleNamespace(run=None)
+
+    noted = {(n, "data"): SimpleNamespace(preload=preload) for n in range(40)}
+    compile_together(noted, lambda done: None)
+    assert loaded == [1] * 40
 
 
 @pytest.mark.parametrize("failures", [0, 1, 2])
