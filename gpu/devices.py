@@ -26,6 +26,10 @@ def find_device(device: str) -> DeviceInfo:
         raise BackendUnavailable(f"device: got {device}, the numbers here go from 0 to {count - 1}")
     if not cuda:
         return DeviceInfo("cpu", "cpu", host_memory())
+    if count > 1 and index is None:
+        # The thread's current one, and kept: other code of this process, JAX among it, may make
+        # another one current later.
+        index = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(index or 0)
     return DeviceInfo("cuda", properties.name, properties.total_memory, index)
 

@@ -75,6 +75,7 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.get_device_properties)
     monkeypatch.setattr(torch.cuda, "device", gpus.device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: gpus.current)
     return gpus
 
 
@@ -83,12 +84,30 @@ def test_torch_finds_the_gpu_of_a_number(two_gpus):
 
     assert find_device("cuda:1") == DeviceInfo("cuda", "GPU 1", 2 * GB, 1)
     assert find_device("cuda:0") == DeviceInfo("cuda", "GPU 0", GB, 0)
-    assert find_device("cuda") == find_device("auto") == DeviceInfo("cuda", "GPU 0", GB, None)
+    assert find_device("cuda") == find_device("auto") == DeviceInfo("cuda", "GPU 0", GB, 0)
     for device in ("cuda:2", "cpu:1"):
         with pytest.raises(
             BackendUnavailable, match=rf"got {device}, the numbers here go from 0 to"
         ):
             find_device(device)
+
+
+def test_the_gpu_that_is_current_is_kept(two_gpus, monkeypatch):
+    """Where there are several: whatever else runs in the process may choose another one later."""
+    import torch
+
+    from twinfer.gpu.devices import find_device
+    from twinfer.gpu.one_device import on_device
+
+    two_gpus.current = 1
+    device = find_device("cuda")
+    assert device == DeviceInfo("cuda", "GPU 1", 2 * GB, 1)
+    two_gpus.current = 0
+    worker = on_device(device, lambda: Recorder(two_gpus))
+    worker.execute(5)
+    assert worker.seen == {"made": 1, "execute": 1}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert find_device("cuda").index is None
 
 
 class Recorder:
