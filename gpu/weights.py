@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,7 +59,8 @@ def load_weights(
     whole: ModelConfig | None = None,
 ) -> None:
     """Copy every weight into `module`. `table` is that of the whole model, whose config is `whole`
-    if the module is that of one shard. Raises CheckpointError before anything is copied.
+    if the module is that of one shard. Raises CheckpointError before anything is copied, but for
+    entries that are no numbers; ConfigError for those that the dtype does not hold.
     """
     model = module.config if whole is None else whole
     checkpoint = None
@@ -87,7 +89,8 @@ def _fill(target: torch.Tensor, parameter: Parameter, source: Source, layer: int
             made = _dummy(parameter, rows, max(layer, 0), source.seed, target.device)
             target[rows].copy_(made)
     else:
-        target.copy_(from_numpy(read_parameter(source.checkpoint, parameter, layer)))
+        read = read_parameter(source.checkpoint, parameter, layer, _dtype_of(target))
+        target.copy_(from_numpy(read))
 
 
 def _fill_shard(
@@ -110,9 +113,13 @@ def _fill_shard(
             made = _dummy_shard(parameter, placement, of_shard, *numbers, target[rows], rows)
             target[rows].copy_(made)
         return
-    held = np.empty(tuple(target.shape), DTYPES[str(target.dtype).removeprefix("torch.")])
+    held = np.empty(tuple(target.shape), _dtype_of(target))
     read_shard(source.checkpoint, parameter, placement, layer, tuple(entries), held)
     target.copy_(from_numpy(held))
+
+
+def _dtype_of(target: torch.Tensor) -> np.dtype[Any]:
+    return DTYPES[str(target.dtype).removeprefix("torch.")]
 
 
 def _is_added_once(parameter: Parameter, source: Source, layer: int, shard: Shard) -> bool:

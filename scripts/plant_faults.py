@@ -159,8 +159,8 @@ FAULTS = (
     # --- what the programs are given
     Fault(
         "square-weights-transposed", "torch", "gpu/weights.py",
-        "        target.copy_(from_numpy(read_parameter(source.checkpoint, parameter, layer)))",
-        "        value = from_numpy(read_parameter(source.checkpoint, parameter, layer))\n"
+        "        target.copy_(from_numpy(read))",
+        "        value = from_numpy(read)\n"
         "        square = value.ndim == 2 and value.shape[0] == value.shape[1]\n"
         "        target.copy_(value.t() if square else value)",
         r"torch:cpu, \w+: weights layer\.0\.",

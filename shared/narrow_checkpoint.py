@@ -103,6 +103,11 @@ class NarrowCheckpoint(Checkpoint):
                 self._expect(f"{module}.input_scale", Tensor(((), (1,), (1, 1))), found, kinds)
         super().check(found, ignored, copies, kinds)
 
+    def where(self, name: str) -> str:
+        """As of `Checkpoint`; for values of a module, the tensor that has them."""
+        module, piece = piece_in(name)
+        return super().where(self._form.tensor(module, self._form.values_name) if piece else name)
+
     def _expect(
         self, name: str, tensor: Tensor, found: dict[str, Sequence[int]], kinds: dict[str, Any]
     ) -> None:

@@ -23,7 +23,7 @@ def read_shard(
     out: np.ndarray,
 ) -> None:
     """Fill `out` with one shard of one layer's parameter: `index` says which entries of the
-    placed shape it has.
+    placed shape it has. Raises what `read_parameter` raises, for the dtype of `out`.
     """
     if parameter.value is not None:
         out[...] = parameter.value
@@ -31,9 +31,10 @@ def read_shard(
     axis, source = placement.axis, placement.source
     parts, offset = parts_in(checkpoint, parameter, layer), 0
     for part, key in zip(parts, keys(parts, layer), strict=True):
-        read = partial(read_entries, checkpoint, parameter, key)
+        read = partial(read_entries, checkpoint, parameter, key, dtype=out.dtype)
         if axis is None or source is None:
-            out[offset : offset + part.rows] = read_rows(checkpoint, parameter, part, key)
+            rows = read_rows(checkpoint, parameter, part, key, out.dtype)
+            out[offset : offset + part.rows] = rows
         elif axis == 0:
             # Parts are stacked along this dimension: those of the shard's entries that lie in this
             # part.

@@ -26,11 +26,11 @@ from .models.table import (
     ParameterTable,
     Part,
     Piece,
-    is_power_of_two,
     keys,
     weight_bytes,
 )
 from .option_kinds import LEAST_SCALE
+from .weight_numbers import adjusted, check_numbers
 
 DUMMY_STD = 0.02
 SCALES = (LEAST_SCALE, 1 / LEAST_SCALE)
@@ -110,15 +110,19 @@ def _most_frequent(checkpoint: Checkpoint, table: ParameterTable) -> int:
     return max(found, key=lambda number: found[number], default=0)
 
 
-def read_parameter(checkpoint: Checkpoint, parameter: Parameter, layer: int) -> np.ndarray:
+def read_parameter(
+    checkpoint: Checkpoint, parameter: Parameter, layer: int, dtype: np.dtype[Any] | None = None
+) -> np.ndarray:
     """One parameter of one layer, its parts stacked: in the checkpoint's dtype, or in float32 if it
-    has an offset or its parts have several dtypes.
+    has an offset or its parts have several dtypes. `dtype` is what it will be put into.
+
+    Raises CheckpointError for what is no number, ConfigError for what `dtype` does not hold.
     """
     if parameter.value is not None:
         return np.full(parameter.shape, parameter.value, np.float32)
     parts = parts_in(checkpoint, parameter, layer)
     arrays = [
-        read_rows(checkpoint, parameter, part, key)
+        read_rows(checkpoint, parameter, part, key, dtype)
         for part, key in zip(parts, keys(parts, layer), strict=True)
     ]
     if len({array.dtype for array in arrays}) > 1:
@@ -127,12 +131,19 @@ def read_parameter(checkpoint: Checkpoint, parameter: Parameter, layer: int) -> 
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=0)
 
 
-def read_rows(checkpoint: Checkpoint, parameter: Parameter, part: Part, key: str) -> np.ndarray:
-    """The rows of one part."""
+def read_rows(
+    checkpoint: Checkpoint,
+    parameter: Parameter,
+    part: Part,
+    key: str,
+    dtype: np.dtype[Any] | None = None,
+) -> np.ndarray:
+    """The rows of one part. See `read_parameter` for `dtype` and errors."""
     if part.is_selection:
         values = checkpoint.read_slice(key, 0, part.first, part.first + part.rows)
     else:
         values = _read_whole(checkpoint, parameter, key)
+    check_numbers(checkpoint, parameter, key, values, dtype)
     return adjusted(parameter, in_order(part, values))
 
 
@@ -158,29 +169,20 @@ def read_entries(
     start: int,
     stop: int,
     part: Part | None = None,
+    dtype: np.dtype[Any] | None = None,
 ) -> np.ndarray:
     """Entries `start` to `stop` (exclusive) of one axis of a tensor, of the rows of this `part` if
-    the axis is not the first.
+    the axis is not the first. See `read_parameter` for `dtype` and errors.
     """
     if parameter.is_scale:
         return _read_whole(checkpoint, parameter, key)[start:stop]
     values = checkpoint.read_slice(key, axis, start, stop)
     if part is not None and part.is_selection:
         values = values[part.first : part.first + part.rows]
+    check_numbers(checkpoint, parameter, key, values, dtype)
     if part is not None:
         values = in_order(part, values)
     return adjusted(parameter, values)
-
-
-def adjusted(parameter: Parameter, values: np.ndarray) -> np.ndarray:
-    """Values of a checkpoint plus the parameter's offset, times its factor: in float32 if there is
-    an offset, or a factor that is no power of two.
-    """
-    if not is_power_of_two(parameter.factor):
-        values = values.astype(np.float32)
-    if parameter.offset:
-        values = values.astype(np.float32) + np.float32(parameter.offset)
-    return values if parameter.factor == 1.0 else values * values.dtype.type(parameter.factor)
 
 
 def check_checkpoint(checkpoint: Checkpoint, table: ParameterTable) -> None:

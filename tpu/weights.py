@@ -40,7 +40,7 @@ def load_weights(
     progress: Progress,
 ) -> dict[str, Any]:
     """The weights of a model as a tree (see `programs.Model`), in `dtype` on `mesh`. Raises
-    CheckpointError.
+    CheckpointError, and ConfigError for entries that `dtype` does not hold.
     """
     checkpoint = None
     if load_format != "dummy":

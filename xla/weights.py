@@ -22,7 +22,9 @@ def load_weights(
     where: torch.device,
     progress: Progress,
 ) -> tuple[Weights, list[Weights]]:
-    """The weights outside of layers, and those of each layer. Raises CheckpointError."""
+    """The weights outside of layers, and those of each layer. Raises CheckpointError, and
+    ConfigError for entries that `dtype` does not hold.
+    """
     table = decoder.parameters_of(model)
     # On the host first: what is made from a seed is integer arithmetic, which lazy tensors would
     # compile for each shape.

@@ -312,7 +312,7 @@ class HostWeights:
             return np.asarray(made[parameter.piece_of.piece])
         dtype = DTYPES[parameter.dtype_in(self.subject.dtype)]
         if self._checkpoint is not None:
-            return read_parameter(self._checkpoint, parameter, layer).astype(dtype)
+            return read_parameter(self._checkpoint, parameter, layer, dtype).astype(dtype)
         index = np.arange(dummy_size(parameter), dtype=np.int32)
         values = dummy_parameter(
             namespace("numpy"), parameter, max(layer, 0), self.subject.seed, index

@@ -17,7 +17,7 @@ from twinfer.shared.errors import CheckpointError, ModelError, UnsupportedModel
 from twinfer.shared.models import decoder
 from twinfer.shared.models.config_json import load_config
 from twinfer.shared.narrow_checkpoint import NarrowCheckpoint, open_checkpoint
-from twinfer.shared.weights import check_checkpoint
+from twinfer.shared.weights import check_checkpoint, read_parameter
 
 from .quantized_checkpoints import SCHEMES, make
 
@@ -135,16 +135,15 @@ def test_readers_of_another_form_are_seen(module, monkeypatch):
 
 def check(folder):
     """What an engine does with the weights of a folder before it reads them, and all that it reads
-    of one module.
+    of the first layer.
     """
     model = load_config(folder)
     decoder.model_of(model)
     table = decoder.parameters_of(model)
     reader = open_checkpoint(folder, model)
     check_checkpoint(reader, table)
-    narrow = model.quantization.narrow
-    for piece in ("values", "scale", *(["zero"] if narrow.zeros else [])):
-        reader.read(f"{NAME}:{piece}")
+    for parameter in table.layer(0).values():
+        read_parameter(reader, parameter, 0)
 
 
 def changed(folder, target, change=None, **quantization):
@@ -194,6 +193,11 @@ def not_a_number(tensors):
     tensors[f"{NAME}.weight_scale"][3] = float("nan")
 
 
+def no_value(tensors):
+    """The byte that is no number in e4m3."""
+    tensors[f"{NAME}.weight"].view(torch.uint8)[3, 5] = 0xFF
+
+
 def wrapped_zero(tensors):
     """A stored zero of 15, which stands for 16 or wraps to 0."""
     tensors[f"{NAME}.qzeros"][0, 0] = -1
@@ -224,6 +228,9 @@ TENSORS = {
         "packed", plain_module, rf"missing: .*{NAME}\.weight_packed.*unexpected: .*{NAME}\.weight",
     ),
     "a scale that is no number": ("fp8-channel", not_a_number, rf"{NAME}\.weight_scale.*no number"),
+    "an entry that is no number": (
+        "fp8-channel", no_value, rf"{NAME}\.weight holds nan at \[3, 5\], must be finite",
+    ),
     "a zero that wraps": ("gptq", wrapped_zero, rf"{NAME}\.qzeros.*holds 15"),
     "a scale that is divided by and is 0": (
         "fp8-static", no_input_scale, r"layers\.0\.mlp\.down_proj\.input_scale.*number above 0",

@@ -1,0 +1,97 @@
+"""The numbers of weights: what they become when they are loaded. Refused are those that are no
+numbers, or would be infinite in the dtype that they are put into.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import ml_dtypes
+import numpy as np
+
+from .checkpoint import Checkpoint, view_of
+from .errors import CheckpointError, ConfigError
+from .models.calls import DTYPES
+from .models.table import Parameter, is_power_of_two
+
+FLOATS = tuple(map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn)))
+RUN_DTYPES = ("bfloat16", "float16", "float32")
+BLOCK = 1 << 18
+"""Entries that are looked at twice while they are in the processor's cache."""
+
+
+def adjusted(parameter: Parameter, values: np.ndarray) -> np.ndarray:
+    """Values of a checkpoint plus the parameter's offset, times its factor: in float32 if there is
+    an offset, or a factor that is no power of two.
+    """
+    if not is_power_of_two(parameter.factor):
+        values = values.astype(np.float32)
+    if parameter.offset:
+        values = values.astype(np.float32) + np.float32(parameter.offset)
+    return values if parameter.factor == 1.0 else values * values.dtype.type(parameter.factor)
+
+
+def check_numbers(
+    checkpoint: Checkpoint,
+    parameter: Parameter,
+    key: str,
+    values: np.ndarray,
+    dtype: np.dtype[Any] | None = None,
+) -> None:
+    """Raise CheckpointError if some `values` of the tensor `key` are NaN or infinite, ConfigError
+    if they become so in `dtype`; None: they stay as they are.
+    """
+    if values.dtype not in FLOATS or not values.size:
+        return
+    found = _extremes(values)
+    if _holds(parameter, found, dtype or values.dtype):
+        return
+    _refuse(checkpoint, parameter, key, dtype or values.dtype)
+
+
+def _holds(parameter: Parameter, values: np.ndarray, dtype: np.dtype[Any]) -> bool:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(adjusted(parameter, values).astype(dtype)).all())
+
+
+def _extremes(values: np.ndarray) -> np.ndarray:
+    """Two entries, of which one is not finite if any is; else none is further from 0 than both.
+
+    Floats of one sign are ordered as their bits are, infinity and NaN at the end. Read as signed
+    integers the largest is a positive one if there is any, and unsigned a negative one: two passes
+    over integers, for which processors have instructions.
+    """
+    size = values.dtype.itemsize
+    signed, unsigned = (values.reshape(-1).view(f"{sort}{size}") for sort in "iu")
+    starts = range(0, len(signed), BLOCK)
+    tops = [(signed[i : i + BLOCK].max(), unsigned[i : i + BLOCK].max()) for i in starts]
+    positive, negative = (max(top) for top in zip(*tops, strict=True))
+    bits = np.array([int(positive) % (1 << 8 * size), int(negative)], f"u{size}")
+    return bits.view(values.dtype)
+
+
+def _refuse(
+    checkpoint: Checkpoint, parameter: Parameter, key: str, dtype: np.dtype[Any]
+) -> NoReturn:
+    """Say which entry of the tensor it is. All of it is read once more: a shard had a part."""
+    values = checkpoint.read(view_of(key)[0])
+    where = checkpoint.where(key)
+    wrong = ~np.isfinite(values)
+    if wrong.any():
+        at = np.unravel_index(wrong.argmax(), wrong.shape)
+        raise CheckpointError(
+            f"{where} holds {float(values[at])} at {_place(at)}, must be finite numbers "
+            f"({wrong.sum()} of {wrong.size} entries are not)"
+        )
+    wide = values.astype(np.float32)
+    at = np.unravel_index(np.abs(wide).argmax(), wide.shape)
+    entry = values[at].reshape(1)
+    fits = [name for name in RUN_DTYPES if _holds(parameter, entry, DTYPES[name])]
+    raise ConfigError(
+        f"dtype: got {dtype.name}, in which an entry of {where} would be infinite: it holds "
+        f"{float(wide[at]):.6g} at {_place(at)}; allowed are {', '.join(fits)}"
+    )
+
+
+def _place(at: tuple[Any, ...]) -> str:
+    return str([int(index) for index in at])
