@@ -32,7 +32,7 @@ def open_checkpoint(folder: str | Path, model: ModelConfig) -> Checkpoint:
     quantization = model.quantization
     if quantization is None or quantization.form == "wide":
         return Checkpoint(folder)
-    return NarrowCheckpoint(folder, quantization)
+    return NarrowCheckpoint(folder, quantization, model.num_experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,11 @@ class NarrowCheckpoint(Checkpoint):
 
     holds_pieces = True
 
-    def __init__(self, folder: str | Path, quantization: Quantization) -> None:
+    def __init__(self, folder: str | Path, quantization: Quantization, experts: int = 0) -> None:
+        """`experts`: how many a layer has, for formats that have all of them in one tensor."""
         super().__init__(folder)
         self._quantization = quantization
-        self._form: Form = FORMS[quantization.form](self, quantization)
+        self._form: Form = FORMS[quantization.form](self, quantization, experts)
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name, or the module whose piece this is."""
@@ -152,8 +153,8 @@ class Form(ABC):
     values_name = "weight"
     scale_name = "weight_scale"
 
-    def __init__(self, checkpoint: Checkpoint, quantization: Quantization) -> None:
-        self.checkpoint, self.quantization = checkpoint, quantization
+    def __init__(self, checkpoint: Checkpoint, quantization: Quantization, experts: int) -> None:
+        self.checkpoint, self.quantization, self.experts = checkpoint, quantization, experts
 
     def tensor(self, module: str, name: str) -> str:
         """What a tensor of a module is called."""
@@ -199,16 +200,16 @@ class Plain(Form):
 
     packs = False
 
-    def __init__(self, checkpoint: Checkpoint, quantization: Quantization) -> None:
-        super().__init__(checkpoint, quantization)
+    def __init__(self, checkpoint: Checkpoint, quantization: Quantization, experts: int) -> None:
+        super().__init__(checkpoint, quantization, experts)
         self.scale_name = quantization.scale
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Tensor]:
         """See `Form`."""
         groups, step = self.groups(k), self.quantization.block_rows
-        shapes: tuple[tuple[int, ...], ...] = ((-(-n // step), groups),)
-        if groups == 1 and step == 1:
-            shapes += ((n,), (), (1,), (1, 1))
+        shapes: tuple[tuple[int, ...], ...] = ((1,), (), (1, 1))
+        if step:
+            shapes = ((-(-n // step), groups), *(((n,),) if groups == step == 1 else ()))
         values = "I8" if self.quantization.narrow.kind == "int8" else "F8_E4M3"
         return {
             "weight": Tensor(((n, k),), (values,)),
@@ -227,8 +228,7 @@ class Plain(Form):
     def scale(self, module: str, start: int, stop: int) -> np.ndarray:
         """See `Form`."""
         name, step = f"{module}.{self.scale_name}", self.quantization.block_rows
-        shape = self.checkpoint.shape(name)
-        if np.prod(shape) == 1:
+        if not step:
             whole = Checkpoint.read(self.checkpoint, name).reshape(1, 1)
             return np.repeat(whole, stop - start, 0)
         if step == 1:
@@ -417,10 +417,7 @@ class Mxfp4(Form):
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Tensor]:
         """See `Form`."""
-        name = self.tensor(module, "blocks")
-        experts = self.checkpoint.shape(name)[0] if self.checkpoint.has(name) else 1
-        rows = n // max(experts, 1)
-        shape = (experts, rows, k // 32)
+        shape = (self.experts, n // self.experts, k // 32)
         return {"blocks": Tensor(((*shape, 16),), ("U8",)), "scales": Tensor((shape,), ("U8",))}
 
     def sizes(self, module: str) -> tuple[int, int]:

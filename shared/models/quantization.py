@@ -38,8 +38,9 @@ class Quantization:
     """How projections are held, and in which form a checkpoint has them.
 
     `form` wide: the checkpoint is not quantised, weights are when they are loaded. plain: an array
-    of values, and scales called `scale` for blocks of `block_rows` rows. `zero_offset` is added to
-    the zeros of the file. `left` are regular expressions of modules that stay as they are.
+    of values, and scales called `scale` for blocks of `block_rows` rows; 0: one for all rows.
+    `zero_offset` is added to the zeros of the file. `left` are regular expressions of modules that
+    stay as they are.
     `by_activations`: groups need not be neighbours, so that the file has to say where each is.
     """
 

@@ -45,7 +45,7 @@ def _read_fp8(fields: Fields) -> Quantization:
     blocks = fields.get("weight_block_size")
     if blocks is None:
         narrow = Narrow("fp8", activations="fp8", static_activations=scheme == "static")
-        return Quantization(narrow, "plain", left)
+        return Quantization(narrow, "plain", left, block_rows=0)
     rows, group = _block_size(fields, "weight_block_size", blocks)
     if scheme == "static":
         fields.refuse("activation_scheme", scheme, '"dynamic" where weights have blocks')
@@ -185,7 +185,7 @@ def _only_group(fields: Fields) -> Fields:
 
 
 def _scale_block(weights: Fields) -> tuple[int, int]:
-    """Rows and columns of a weight that share a scale; 0 columns stand for all."""
+    """Rows and columns of a weight that share a scale; 0 stands for all."""
     strategy = weights.get("strategy")
     if strategy == "group":
         return 1, _group_size(weights, "group_size")
@@ -193,7 +193,7 @@ def _scale_block(weights: Fields) -> tuple[int, int]:
         return _block_size(weights, "block_structure", weights.get("block_structure"))
     if strategy not in ("tensor", "channel"):
         weights.refuse("strategy", strategy, "tensor, channel, group or block")
-    return 1, 0
+    return (0 if strategy == "tensor" else 1), 0
 
 
 def _arguments(fields: Fields, name: str) -> Fields:

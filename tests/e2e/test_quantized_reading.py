@@ -19,7 +19,7 @@ from twinfer.shared.models.config_json import load_config
 from twinfer.shared.narrow_checkpoint import NarrowCheckpoint, open_checkpoint
 from twinfer.shared.weights import check_checkpoint, read_parameter
 
-from .quantized_checkpoints import SCHEMES, make
+from .quantized_checkpoints import SCHEMES, make, make_mxfp4
 
 SHAPE = 80, 128
 """Rows that are whole numbers of words and not of blocks."""
@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory):
     def get(scheme):
         if scheme not in made:
             made[scheme] = str(tmp_path_factory.mktemp("reading") / scheme)
-            make(made[scheme], scheme)
+            make_mxfp4(made[scheme]) if scheme == "mxfp4" else make(made[scheme], scheme)
         return made[scheme]
 
     return get
@@ -242,6 +242,48 @@ TENSORS = {
         "fp8-static", other_input_scale, r"layers\.0\.self_attn\.k_proj\.input_scale.*q_proj",
     ),
 }  # fmt: skip
+
+
+def of_other_sizes(tensor):
+    """Tensors with an entry less, one more, or one alone, along each axis."""
+    raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+    for axis, size in enumerate(raw.shape):
+        every = torch.arange(size)
+        for entries in (every[:-1], torch.cat([every, every[:1]]), every[:1]):
+            if len(entries) != size:
+                yield axis, raw.index_select(axis, entries).view(tensor.dtype)
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, "mxfp4"])
+def test_each_axis_of_each_tensor_is_checked(checkpoint, tmp_path, scheme):
+    """Of what attention and the MLP of a layer hold: no shape but that of config.json is read."""
+    folder, seen = changed(checkpoint(scheme), tmp_path / "changed"), 0
+    path = f"{folder}/model.safetensors"
+    tensors = load_file(path)
+    for key, tensor in tensors.items():
+        if "layers.0." not in key or not any(name in key for name in ("q_proj", "down_proj")):
+            continue
+        for axis, other in of_other_sizes(tensor):
+            save_file(tensors | {key: other}, path)
+            with pytest.raises(CheckpointError) as caught:
+                check(folder)
+            assert f"{key} has shape {list(other.shape)}, expected" in str(caught.value), axis
+            seen += 1
+    assert seen >= 8
+
+
+def test_experts_in_one_tensor_are_as_many_as_the_config_says(checkpoint, tmp_path):
+    """Half of them with rows of twice as many have the bytes of all of them."""
+    folder = changed(checkpoint("mxfp4"), tmp_path / "changed")
+    path, key = f"{folder}/model.safetensors", "model.layers.0.mlp.experts.down_proj"
+    tensors = load_file(path)
+    for name in (f"{key}_blocks", f"{key}_scales"):
+        experts, rows, *rest = tensors[name].shape
+        tensors[name] = tensors[name].reshape(experts // 2, 2 * rows, *rest)
+    save_file(tensors, path)
+    message = rf"{key}_blocks has shape \[3, 128, .*expected \[6, 64, .*{key}_scales has shape"
+    with pytest.raises(CheckpointError, match=message):
+        check(folder)
 
 
 @pytest.mark.parametrize("what", TENSORS)
