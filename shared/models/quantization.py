@@ -31,6 +31,7 @@ PROJECTIONS: Mapping[type[Mixer], tuple[str, ...]] = {
     Experts: ("experts_gate_up", "experts_down", "shared_gate_up", "shared_down"),
 }
 """The parameters of each mixer that may be narrow. Embeddings, heads and routers never are."""
+MAY_BE_NARROW = frozenset(name for names in PROJECTIONS.values() for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +83,8 @@ def narrowed_table(table: ParameterTable, quantization: Quantization) -> Paramet
     as they are. Raises UnsupportedModel where a row has no whole groups or bytes.
     """
     found: list[Parameter] = []
-    every = {name for names in PROJECTIONS.values() for name in names}
     for parameter in table:
-        if parameter.name not in every or parameter.layers is None:
+        if parameter.name not in MAY_BE_NARROW or parameter.layers is None:
             found.append(parameter)
             continue
         narrow = [layer for layer in parameter.layers if _is_narrow(parameter, layer, quantization)]
@@ -193,8 +193,7 @@ def _check_rows(
     )
     if quantization.form != "wide":
         raise UnsupportedModel(f"quantization_config: {quantization.title}, and {why}")
-    every = {name for names in PROJECTIONS.values() for name in names}
-    rows = {parameter.shape[1] for parameter in table if parameter.name in every}
+    rows = {parameter.shape[1] for parameter in table if parameter.name in MAY_BE_NARROW}
     fits = [name for name, each in WHEN_LOADED.items() if not any(k % _unit(each) for k in rows)]
     others = f"; all rows of this model fit {', '.join(fits)}" if fits else ""
     named = next(name for name, each in WHEN_LOADED.items() if each == quantization.narrow)

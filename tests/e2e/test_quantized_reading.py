@@ -315,13 +315,17 @@ CONFIGS = {
 }  # fmt: skip
 
 
+def groups_of(folder):
+    with open(f"{folder}/config.json") as file:
+        return json.load(file)["quantization_config"]["config_groups"]
+
+
 @pytest.mark.parametrize("what", CONFIGS)
 def test_schemes_that_are_not_known_are_named(checkpoint, tmp_path, what):
     scheme, changes, message = CONFIGS[what]
     if what == "an unknown format":
-        with open(f"{checkpoint(scheme)}/config.json") as file:
-            groups = json.load(file)["quantization_config"]["config_groups"]
-        changes = changes | {"config_groups": {"group_0": groups["group_0"] | {"format": None}}}
+        group = groups_of(checkpoint(scheme))["group_0"]
+        changes = changes | {"config_groups": {"group_0": group | {"format": None}}}
     folder = changed(checkpoint(scheme), tmp_path / "changed", None, **changes)
     with pytest.raises(UnsupportedModel, match=message):
         check(folder)
@@ -332,8 +336,7 @@ def test_schemes_that_are_not_known_are_named(checkpoint, tmp_path, what):
     [("symmetric", False, "true"), ("strategy", "group", '"tensor_group"'), ("dynamic", True, "false")],
 )  # fmt: skip
 def test_an_fp4_of_another_kind_is_refused(checkpoint, tmp_path, field, value, allowed):
-    with open(f"{checkpoint('nvfp4')}/config.json") as file:
-        groups = json.load(file)["quantization_config"]["config_groups"]
+    groups = groups_of(checkpoint("nvfp4"))
     groups["group_0"]["weights"][field] = value
     folder = changed(checkpoint("nvfp4"), tmp_path / "changed", None, config_groups=groups)
     with pytest.raises(UnsupportedModel, match=f"weights.{field} is {value}, allowed: {allowed}"):
@@ -373,8 +376,7 @@ def test_names_of_modules_are_a_list(checkpoint, tmp_path, value):
 
 
 def test_two_schemes_in_one_config_are_refused(checkpoint, tmp_path):
-    with open(f"{checkpoint('packed')}/config.json") as file:
-        groups = json.load(file)["quantization_config"]["config_groups"]
+    groups = groups_of(checkpoint("packed"))
     groups["group_1"] = groups["group_0"]
     folder = changed(checkpoint("packed"), tmp_path / "changed", None, config_groups=groups)
     with pytest.raises(UnsupportedModel, match=r"config_groups.*one group"):

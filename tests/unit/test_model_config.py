@@ -384,8 +384,9 @@ def test_dtype(fields, dtype):
 # Windows
 
 
-def layers(**fields):
-    config = oracle("Qwen2Config", num_hidden_layers=6, **fields)
+def their_windows(config_name, **fields):
+    """The window of each layer in a config of transformers, 0 for none."""
+    config = oracle(config_name, **fields)
     return tuple(
         config.sliding_window if kind == "sliding_attention" else 0 for kind in config.layer_types
     )
@@ -413,7 +414,8 @@ def layers(**fields):
 )
 @pytest.mark.parametrize("raw", [QWEN2, QWEN3])
 def test_qwen_windows_are_those_of_transformers(raw, fields):
-    assert parse_config(raw | {"num_hidden_layers": 6} | fields).layer_windows == layers(**fields)
+    fields = {"num_hidden_layers": 6} | fields
+    assert parse_config(raw | fields).layer_windows == their_windows("Qwen2Config", **fields)
 
 
 @pytest.mark.parametrize(
@@ -429,14 +431,9 @@ def test_qwen_windows_are_those_of_transformers(raw, fields):
 )
 def test_qwen2_moe_windows_are_those_of_transformers(fields):
     """Before `max_window_layers`, and not from there on as Qwen2's."""
-    import transformers
-
-    config = transformers.Qwen2MoeConfig(num_hidden_layers=4, **fields)
-    theirs = tuple(
-        config.sliding_window if kind == "sliding_attention" else 0 for kind in config.layer_types
-    )
-    raw = FAMILIES["qwen2_moe"] | {"num_hidden_layers": 4} | fields
-    assert parse_config(raw).layer_windows == theirs
+    fields = {"num_hidden_layers": 4} | fields
+    windows = parse_config(FAMILIES["qwen2_moe"] | fields).layer_windows
+    assert windows == their_windows("Qwen2MoeConfig", **fields)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gemma4_text", "olmo3", "gpt_oss"])
