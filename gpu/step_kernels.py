@@ -168,10 +168,11 @@ def keep(sampled: Tensor, sample_rows: Tensor, last_tokens: Tensor, tokens: Tens
 @triton.jit(do_not_specialize=["requests", "stride"])
 def _advance_kernel(
     counts, rows, token_ids, positions, kv_lens, position, slots, pages, requests, stride,
-    PAGE_SIZES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PAGE_SIZES: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """PAGE_SIZES: those of all groups as one number, 32 bits for each from the lowest on. A
+    start notes launches as text, from which a tuple comes back as a list: another kernel.
+    """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < tl.load(counts + 1)
     place = tl.load(positions + i, mask=live, other=0) + 1
@@ -179,10 +180,11 @@ def _advance_kernel(
     tl.store(kv_lens + i, tl.load(kv_lens + i, mask=live) + 1, mask=live)
     tl.store(position + i, tl.load(position + i, mask=live) + 1, mask=live)
     row = tl.load(rows + i, mask=live, other=0).to(tl.int64)
-    for group in tl.static_range(len(PAGE_SIZES)):
-        entry = (row + group * stride) * WIDTH + place // PAGE_SIZES[group]
+    for group in tl.static_range(GROUPS):
+        page_size = (PAGE_SIZES >> (32 * group)) & 0xFFFFFFFF
+        entry = (row + group * stride) * WIDTH + place // page_size
         page = tl.load(pages + entry, mask=live, other=0)
-        slot = page * PAGE_SIZES[group] + place % PAGE_SIZES[group]
+        slot = page * page_size + place % page_size
         tl.store(slots + group * requests + i, slot, mask=live)
     tl.store(token_ids + i, tl.full([BLOCK], -1, tl.int32), mask=live)
 
@@ -193,5 +195,6 @@ def advance(fields: dict[str, Tensor], pages: Tensor, page_sizes: Sequence[int])
     requests = fields["rows"].shape[0]
     _advance_kernel[(triton.cdiv(requests, BLOCK),)](
         *(fields[name] for name in names), pages, requests, pages.shape[0] // len(page_sizes),
-        PAGE_SIZES=tuple(page_sizes), WIDTH=pages.shape[1], BLOCK=BLOCK,
+        PAGE_SIZES=sum(size << (32 * i) for i, size in enumerate(page_sizes)),
+        GROUPS=len(page_sizes), WIDTH=pages.shape[1], BLOCK=BLOCK,
     )  # fmt: skip

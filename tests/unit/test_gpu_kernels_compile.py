@@ -78,6 +78,9 @@ def compiled(hopper, monkeypatch):
         options = {name: named.pop(name) for name in OPTIONS if name in named}
         bound = dict(zip(kernel.arg_names, args, strict=False)) | named
         constants = {p.name for p in kernel.params if p.is_constexpr}
+        # What a start notes of a launch is text, from which the same kernel has to come back.
+        for name in constants & {*bound}:
+            assert json.loads(json.dumps(bound[name])) == bound[name], name
         source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
             kernel,
             {n: "constexpr" if n in constants else signature(bound[n]) for n in kernel.arg_names},
@@ -414,13 +417,14 @@ def test_narrow_experts_compile(compiled, tokens, kind, group, act):
     "kind",
     [
         *("int4", "int4 tiles", "int8 tiles", "tokens", "int8 token", "int8 tokens", "attention"),
-        *("int8 cache", "int8 cache, k and v", "int8 experts"),
+        *("int8 cache", "int8 cache, k and v", "int8 experts", "tokens of a loop"),
     ],
 )
 def test_noted_kernels_are_those_that_are_launched(driver, kind, caplog, tmp_path):
     """A start notes launches as text, and compiles from that: later launches find the kernels,
-    whose code is that of launches which nothing was noted of.
+    whose code, and key on disk, is that of launches which nothing was noted of.
     """
+    from twinfer.gpu import step_kernels
     from twinfer.gpu.kernels import attention, cache, moe_narrow, narrow
     from twinfer.gpu.precompile import compile_together, kernels_noted
 
@@ -433,6 +437,8 @@ def test_noted_kernels_are_those_that_are_launched(driver, kind, caplog, tmp_pat
     down = torch.zeros(2, n, n // 2, dtype=torch.int8), torch.ones(2, n, 1), None, None
     chosen = torch.ones(40, 1), torch.zeros(40, 1, dtype=torch.int32)
     int4 = torch.zeros(n, k // 2, dtype=torch.uint8)
+    names = "counts", "rows", "token_ids", "positions", "kv_lens", "position", "slots"
+    fields = dict.fromkeys(names, torch.zeros(16, dtype=torch.int32))
     paging = paged(generator("noted"), "bfloat16", [90, 150], [1, 40], (8, 2), 128, 16, tokens=64)
     calls = {
         "int4": lambda: narrow.linear_grouped(
@@ -455,6 +461,9 @@ def test_noted_kernels_are_those_that_are_launched(driver, kind, caplog, tmp_pat
             torch.zeros(40, n).bfloat16(), *chosen, *experts, *down, "int8", 0.0, 0.0
         ),
         "attention": lambda: attention.paged_attention(**arguments_of("paged_attention", paging)),
+        "tokens of a loop": lambda: step_kernels.advance(
+            fields, torch.zeros(34, 8, dtype=torch.int32), (16, 48)
+        ),
     }
 
     def code():
@@ -482,6 +491,8 @@ def test_noted_kernels_are_those_that_are_launched(driver, kind, caplog, tmp_pat
         triton.knobs.cache.dir = str(tmp_path / "launched")
         calls[kind]()
         assert from_text == code()
+    kept = [{path.name for path in (tmp_path / name).iterdir()} for name in ("noted", "launched")]
+    assert kept[0] == kept[1]
 
 
 @triton.jit
