@@ -70,6 +70,29 @@ def test_ranks_hold_the_bits_of_one_process(scheme, monkeypatch):
         assert 2 * sum(rank[n].nbytes for n in of_values) == sum(whole[n].nbytes for n in of_values)
 
 
+@pytest.mark.parametrize("shard", [None, Shard(1, 2)])
+@pytest.mark.parametrize("scheme", WHEN_LOADED)
+def test_weights_begin_where_their_memory_does(scheme, shard):
+    """Kernels read bytes as words, which torch refuses for what begins within a word. The stages
+    hand each parameter to one op, as a whole.
+    """
+    import torch
+
+    from twinfer.gpu.module import Decoder
+
+    sizes = replace(DEMO, hidden_size=256, intermediate_size=256)
+    model, _ = with_quantization(sizes, scheme)
+    local = model if shard is None else shard_config(model, shard)
+    table = decoder.parameters_of(local)
+    module = Decoder(local, table, None, torch.bfloat16, torch.device("cpu"))
+    module.freeze()
+    read = [x for weights in (module.top_weights, *module.joined_weights) for x in weights.values()]
+    assert len(read) >= len(list(module.parameters()))
+    for weight in read:
+        assert weight.is_contiguous()
+        assert weight.storage_offset() == 0
+
+
 @pytest.mark.parametrize(
     ("scheme", "width", "words"),
     [
