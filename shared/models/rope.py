@@ -358,7 +358,7 @@ def _yarn(block: Fields, rope: RopeConfig, stretch: float) -> RopeConfig:
         attention_factor=_optional(block, "attention_factor"),
         mscale=_optional(block, "mscale"),
         mscale_all_dim=_optional(block, "mscale_all_dim"),
-        truncate=block.boolean("truncate", True),
+        truncate=block.boolean("truncate", "truncate" not in block.raw),
     )
 
 

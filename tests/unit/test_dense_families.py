@@ -1,5 +1,6 @@
 """Gemma 2, 3 and 4, GLM-4-0414, OLMo 2 and 3, Ministral 3: what their configs say, and what is refused."""
 
+import copy
 import json
 import math
 import os
@@ -259,6 +260,34 @@ def test_most_angles_of_a_proportional_rope_are_zero():
     assert cos.shape == sin.shape == (3, 256 + 8)
 
 
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"rope_type": "proportional"},
+        {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+        {"rope_type": "default"},
+        {},
+    ],
+)
+def test_a_rope_of_gemma_4_that_says_no_part_is_that_of_transformers(block):
+    """The part of a file that has no rope at all is not that of one which leaves it out."""
+    import transformers
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
+
+    blocks = {
+        FULL: block | {"rope_theta": 1e6},
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    }
+    config = gemma4(rope_parameters=blocks)
+    theirs = transformers.Gemma4TextConfig(
+        rope_parameters=copy.deepcopy(blocks), head_dim=config.head_dim, num_hidden_layers=6,
+        global_head_dim=config.full_heads.size,
+    )  # fmt: skip
+    found, _ = rope_inverse_frequencies(config.rope, config.full_heads.size, 1)
+    expected = Gemma4TextRotaryEmbedding(theirs).full_attention_inv_freq.numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 def test_layers_that_read_another_cache_have_none_of_their_own():
     types = [SLIDING, FULL] * 3
     config = gemma4(layer_types=types, num_kv_shared_layers=3, use_double_wide_mlp=True)
@@ -400,6 +429,17 @@ def test_gemma_4_31b_holds_eight_times_the_tokens():
             "Gemma4ForCausalLM",
             {"rope_parameters": {FULL: {"rope_type": "proportional", "rope_theta": 1e6}}},
             ["rope_parameters is", SLIDING],
+        ),
+        (
+            UnsupportedModel,
+            "Gemma4ForCausalLM",
+            {
+                "rope_parameters": {
+                    FULL: {"rope_type": "default", "partial_rotary_factor": 0.5},
+                    SLIDING: {"rope_type": "default"},
+                }
+            },
+            [f"rope_parameters.{FULL}.partial_rotary_factor is 0.5", "1.0 or absent"],
         ),
         (
             ModelError,

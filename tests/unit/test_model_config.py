@@ -531,6 +531,12 @@ ROPES = [
         "original_max_position_embeddings": 128,
         "truncate": False,
     },
+    {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 128,
+        "truncate": None,  # is not the default there
+    },
 ]
 
 

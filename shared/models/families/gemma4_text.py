@@ -42,7 +42,7 @@ DEFAULTS = {
     "tie_word_embeddings": True,
 }
 """Published files leave out what is as in transformers' `Gemma4TextConfig`."""
-FULL = RopeRules(kinds=("proportional", "default"), theta=1e6, part=0.25, partial=True)
+FULL = RopeRules(kinds=("proportional", "default"), theta=1e6, partial=True)
 LOCAL = RopeRules(kinds=("default",), theta=1e4)
 NORMS = replace(gemma2.NORMS, offset=0.0)
 FULL_HEAD_DIM = 512
@@ -203,7 +203,12 @@ def _ropes(fields: Fields, head_dim: int, full: Heads) -> tuple[RopeConfig, Rope
         fields.refuse(
             "rope_parameters", show(blocks), f"an object for each of {' and '.join(ROPES)}"
         )
-    return read_ropes(fields, head_dim, FULL, LOCAL, "rope_local_base_freq", full.size)
+    found = read_ropes(fields, head_dim, FULL, LOCAL, "rope_local_base_freq", full.size)
+    part = found[0].partial_rotary_factor
+    if found[0].kind == "default" and part != 1.0:
+        # transformers reads it for the other kind alone.
+        fields.refuse("rope_parameters.full_attention.partial_rotary_factor", part, "1.0 or absent")
+    return found
 
 
 def model(config: ModelConfig) -> Model:
