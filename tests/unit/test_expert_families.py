@@ -86,9 +86,10 @@ def test_which_layers_have_experts():
     [
         (ModelError, "num_experts_per_tok is 4, must be an integer from 1 to 3", {"num_experts_per_tok": 4}),
         (ModelError, "moe_intermediate_size is missing", {"moe_intermediate_size": None}),
-        (ModelError, "num_local_experts is missing", {"num_experts": None}),
+        (ModelError, ": num_experts is missing", {"num_experts": None}),
         (ModelError, "mlp_only_layers is", {"mlp_only_layers": [0.5]}),
         (ModelError, "mlp_only_layers is", {"mlp_only_layers": 3}),
+        (ModelError, "mlp_only_layers is", {"mlp_only_layers": {}}),
         (UnsupportedModel, "leaves layers with experts", {"decoder_sparse_step": 9}),
         (UnsupportedModel, "n_shared_experts", {"n_shared_experts": 1}),
     ],

@@ -15,7 +15,7 @@ def sparse(fields: Fields, count: str, per_token: int) -> dict[str, Any]:
     """The experts of Qwen's mixtures, and which layers have none."""
     layers = fields.size("num_hidden_layers", high=dense.MAX_LAYERS)
     step = fields.size("decoder_sparse_step", 1)
-    plain = fields.get("mlp_only_layers") or []
+    plain = fields.need("mlp_only_layers", [])
     if not isinstance(plain, list) or not all(
         type(layer) is int and 0 <= layer < layers for layer in plain
     ):
@@ -31,11 +31,11 @@ def sparse(fields: Fields, count: str, per_token: int) -> dict[str, Any]:
 
 def number_of_experts(fields: Fields) -> str:
     """The field that says how many experts there are: files have either name."""
-    if fields.get("num_experts") is None:
-        return "num_local_experts"
-    if fields.get("num_local_experts") is not None:
+    if fields.get("num_local_experts") is None:
+        return "num_experts"
+    if fields.get("num_experts") is not None:
         fields.only("num_local_experts", fields.size("num_experts"))
-    return "num_experts"
+    return "num_local_experts"
 
 
 def read(fields: Fields) -> ModelConfig:
