@@ -10,7 +10,8 @@ from typing import Any
 
 from .config import Change
 from .errors import ConfigError, ModelError, RequestError
-from .models.fields import Fields, need_folder, read_json
+from .models.fields import Fields, is_number, need_folder, read_json
+from .sampling_kinds import Temperature
 from .sampling_params import SamplingParams
 
 FIELDS = {
@@ -56,6 +57,8 @@ def _read(fields: Fields) -> dict[str, Any]:
         value = fields.get(field)
         if value is None:
             continue
+        if name == "temperature" and is_number(value):
+            value = Temperature.raised(value)  # published files have 1e-6
         try:
             SamplingParams(**{name: value})
         except RequestError as error:

@@ -54,6 +54,13 @@ class Temperature(Number):
             raise Refusal
         return number
 
+    @classmethod
+    def raised(cls, value: float) -> float:
+        """The least temperature in place of one between it and 0: as vLLM, where others accept
+        such.
+        """
+        return cls.least if 0.0 < value < cls.least else value
+
 
 @dataclass(frozen=True)
 class TokenIds(Kind):

@@ -164,9 +164,9 @@ class Generation(BaseModel):
         values: dict[str, Any] = {
             name: getattr(self, name) for name in SAMPLING if getattr(self, name) is not None
         }
-        if self.temperature is not None and 0 < self.temperature < Temperature.least:
-            # OpenAI takes it, clients send 1e-8 for nearly greedy, and vLLM does the same.
-            values["temperature"] = Temperature.least
+        if self.temperature is not None:
+            # OpenAI takes lower ones, and clients send 1e-8 for nearly greedy.
+            values["temperature"] = Temperature.raised(self.temperature)
         for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
             if name in values:
                 values[name] = tuple(values[name])

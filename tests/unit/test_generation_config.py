@@ -40,10 +40,19 @@ def test_the_fields_that_are_read(tmp_path):
     assert default_params(tmp_path, "none") == (SamplingParams(), [])
 
 
+def test_a_temperature_that_the_sampler_has_not_is_the_least_that_it_has(tmp_path):
+    """Files of Qwen2.5-VL have 1e-6; vLLM takes it so too."""
+    params, changes = default_params(write(tmp_path, temperature=1e-06))
+    assert params == SamplingParams(temperature=0.01)
+    assert [str(change) for change in changes] == [
+        "temperature: 1.0 -> 0.01 (generation_config.json)"
+    ]
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"temperature": 0.001}, "temperature: got 0.001, allowed is 0 (greedy), or 0.01 to 10"),
+        ({"temperature": -0.001}, "temperature: got -0.001, allowed is 0 (greedy), or 0.01 to 10"),
         ({"temperature": "hot"}, "temperature: got 'hot', allowed is 0 (greedy), or 0.01"),
         ({"max_new_tokens": 0}, "max_new_tokens: got 0, allowed is an integer from 1"),
         ({"top_p": True}, "top_p: got True, allowed is a number of more than 0"),
