@@ -39,7 +39,7 @@ from twinfer.shared.weights import (
 )
 from twinfer.shared.worker import backend_module
 
-from .checkpoint_tensors import expected_tensors
+from .checkpoint_tensors import expected_tensors, stored_tensors
 
 SMALL = {
     "vocab_size": 40,
@@ -100,7 +100,7 @@ def test_every_row_of_every_tensor_is_read_once(architecture, tied):
 def written(folder, table, dtype=np.float32, bare=False):
     """A checkpoint of random tensors under the usual names, or under those without `model.`."""
     rng = np.random.default_rng(0)
-    shapes = expected_tensors(table)
+    shapes = stored_tensors(table)
     tensors = {key: rng.normal(size=shape).astype(dtype) for key, shape in shapes.items()}
     save_file(
         {key.removeprefix("model." if bare else ""): x for key, x in tensors.items()},
@@ -186,6 +186,35 @@ def test_a_checkpoint_without_the_head_may_lack_the_prefix(tmp_path):
         bare | {"model.norm.weight": tensors["model.norm.weight"]}, tmp_path / "model.safetensors"
     )
     with pytest.raises(CheckpointError, match=r"1 unexpected: norm\.weight"):
+        check_checkpoint(Checkpoint(tmp_path), table)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_tied_embedding_may_be_there_as_the_head_alone(tmp_path, architecture):
+    """What tensors are called besides does not change by it."""
+    table = decoder.parameters_of(model_of_family(architecture, tie_word_embeddings=True))
+    tensors = written(tmp_path, table)
+    (key,) = keys(table.top["embed"].parts, TOP)
+    (head,) = keys(table.top["embed"].alternatives[-1], TOP)
+    assert head.endswith("lm_head.weight")
+    tensors[head] = tensors.pop(key)
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    check_checkpoint(checkpoint, table)
+    read = read_parameter(checkpoint, table.top["embed"], TOP)
+    np.testing.assert_array_equal(read, tensors[head])
+    del tensors[head]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"1 missing: {key}$"):
+        check_checkpoint(Checkpoint(tmp_path), table)
+
+
+def test_a_head_that_is_not_tied_is_no_embedding(tmp_path):
+    table = decoder.parameters_of(model_of_family("LlamaForCausalLM"))
+    tensors = written(tmp_path, table)
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 missing: model\.embed_tokens\.weight$"):
         check_checkpoint(Checkpoint(tmp_path), table)
 
 

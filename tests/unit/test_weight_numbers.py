@@ -18,7 +18,7 @@ from twinfer.shared.models.spec import Shard
 from twinfer.shared.progress import silent
 from twinfer.shared.weight_numbers import FLOATS, _extremes
 
-from .checkpoint_tensors import expected_tensors
+from .checkpoint_tensors import stored_tensors
 
 FIELDS = dict(
     vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -46,16 +46,8 @@ BFLOAT16 = ml_dtypes.bfloat16
 def write(folder, model, stored, entries):
     """A checkpoint whose tensors are of `stored`, with these entries in the tensor of a name."""
     rng = np.random.default_rng(0)
-    shapes = expected_tensors(decoder.parameters_of(model))
-    tensors = {}
-    for key, shape in shapes.items():
-        key = key.partition(":")[0]
-        if key.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            experts, k = 4, shape[1]
-            shape = (experts, k, shape[0] // experts)
-        elif "experts" in key:
-            shape = (4, shape[0] // 4, *shape[1:])
-        tensors[key] = rng.normal(size=shape).astype(stored)
+    shapes = stored_tensors(decoder.parameters_of(model))
+    tensors = {key: rng.normal(size=shape).astype(stored) for key, shape in shapes.items()}
     for key, at, value in entries:
         tensors[key][at] = value
     save_file(tensors, folder / "model.safetensors")

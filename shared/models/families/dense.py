@@ -389,6 +389,7 @@ class Names:
 
 SEPARATE = Names()
 LAYER = "model.layers.{layer}."
+HEAD = "lm_head.weight"
 IGNORED = ("rotary_emb.inv_freq", "*.rotary_emb.inv_freq")
 """Old checkpoints carry the rotary frequencies, which follow from config.json."""
 
@@ -399,13 +400,26 @@ def parameters(
     """The parameter table of a dense decoder. Every name may stand without the leading `model.`
     too. `pairs`: the checkpoint's rotary embedding turns neighbouring entries, not halves.
     """
-    copies = (("lm_head.weight", "embed"),) if config.tie_embeddings else ()
+    copies = ((HEAD, "embed"),) if config.tie_embeddings else ()
     found = [*_every_model(config, names, norms), *_some_models(config, names, norms)]
     found += scale_parameters(config)
     if pairs:
         found = [_halves(config, parameter) for parameter in found]
+    found = list(map(or_without_model, found))
+    if config.tie_embeddings:
+        found = [_or_head(parameter) for parameter in found]
     ignored = (*IGNORED, *ignored_scales(config))
-    return ParameterTable(tuple(map(or_without_model, found)), ignored, copies)
+    return ParameterTable(tuple(found), ignored, copies)
+
+
+def _or_head(parameter: Parameter) -> Parameter:
+    """The embedding of a model that ties it, which a file may have as its head alone: safetensors'
+    `save_model` keeps the first name of two. All other parameters as they are.
+    """
+    if parameter.name != "embed":
+        return parameter
+    head = tuple(replace(part, key=HEAD) for part in parameter.parts)
+    return replace(parameter, alternatives=(*parameter.alternatives, head))
 
 
 def _halves(config: ModelConfig, parameter: Parameter) -> Parameter:
@@ -443,7 +457,7 @@ def _some_models(config: ModelConfig, names: Names, norms: Norms) -> Iterator[Pa
     """A head of its own, norms of q and k, biases."""
     width, layers = config.hidden_size, range(config.num_layers)
     if not config.tie_embeddings:
-        yield _one("head", (config.vocab_size, width), ("vocab", "embed"), "lm_head.weight")
+        yield _one("head", (config.vocab_size, width), ("vocab", "embed"), HEAD)
     for sort in _attentions(config):
         for name, size, axis in _head_norms(config, sort):
             norm = _norm(name, size, axis, f"{LAYER}self_attn.{name}.weight", sort.layers)
