@@ -154,6 +154,8 @@ def _read_compressed(fields: Fields) -> Quantization:
             weights.refuse(
                 "num_bits", bits, "4, of int, and plain activations, where they are packed"
             )
+        if not rows:
+            weights.refuse("strategy", "tensor", "channel or group, where they are packed")
         narrow = Narrow("int4", size, zeros=not weights.boolean("symmetric", True))
         return Quantization(narrow, "packed", left)
     if bits != 8 or sort not in ("int", "float") or not weights.boolean("symmetric", True):

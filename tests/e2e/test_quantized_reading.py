@@ -343,6 +343,16 @@ def test_an_fp4_of_another_kind_is_refused(checkpoint, tmp_path, field, value, a
         check(folder)
 
 
+def test_packed_weights_have_no_scale_of_a_tensor(checkpoint, tmp_path):
+    """Those of its rows would be read as such."""
+    groups = groups_of(checkpoint("packed-channel"))
+    groups["group_0"]["weights"]["strategy"] = "tensor"
+    changes = dict(config_groups=groups)
+    folder = changed(checkpoint("packed-channel"), tmp_path / "changed", None, **changes)
+    with pytest.raises(UnsupportedModel, match=r"weights\.strategy is tensor, allowed: channel or"):
+        check(folder)
+
+
 def test_an_order_by_activations_has_to_be_in_the_file(checkpoint, tmp_path):
     """Without one, groups would be taken for neighbours."""
 
