@@ -7,8 +7,10 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -124,6 +126,17 @@ class Checkpoint:
         if stored not in DTYPES:
             self._fail(f"{self.where(name)} has dtype {stored}, allowed are {', '.join(DTYPES)}")
         return DTYPES[stored]
+
+    def usual_dtype(self) -> str | None:
+        """The dtype that most entries have of those that weights may have, None without such;
+        reads the files' headers only.
+        """
+        entries: Counter[str] = Counter()
+        for name in self._files:
+            tensor = self._slice(name)
+            if tensor.get_dtype() in WEIGHT_DTYPES:
+                entries[DTYPES[tensor.get_dtype()].name] += prod(tensor.get_shape())
+        return max(entries, key=lambda dtype: entries[dtype], default=None)
 
     def read(self, name: str) -> np.ndarray:
         """A whole tensor: a new array, the caller's to keep and to change."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint import Checkpoint, has_weights
 from .config import ModelConfig
 from .families import FAMILIES, family_of
 from .fields import Fields, nearest, need_folder, read_json, show
@@ -19,12 +20,27 @@ from .quantization_config import read_quantization
 
 
 def load_config(folder: str | Path) -> ModelConfig:
-    """The config of the model in `folder`. Raises ModelNotFound, ModelError or UnsupportedModel."""
+    """The config of the model in `folder`; its dtype is that of most weights where config.json says
+    none. Raises ModelNotFound, ModelError or UnsupportedModel.
+    """
     path = need_folder(folder)
     raw = read_json(path / "config.json")
     generation = path / "generation_config.json"
-    return parse_config(
+    config = parse_config(
         raw, read_json(generation) if os.path.exists(generation) else {}, str(path / "config.json")
+    )
+    if _states_dtype(raw) or not has_weights(path):
+        return config
+    with Checkpoint(path) as checkpoint:
+        return replace(config, dtype=checkpoint.usual_dtype() or config.dtype)
+
+
+def _states_dtype(raw: Mapping[str, Any]) -> bool:
+    every = (raw, raw.get("text_config"))
+    return any(
+        isinstance(block, dict) and block.get(name) is not None
+        for block in every
+        for name in ("dtype", "torch_dtype")
     )
 
 

@@ -9,10 +9,12 @@ import os
 import string
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from twinfer.shared.errors import ModelError, ModelNotFound, TwinferError, UnsupportedModel
 from twinfer.shared.models import families
@@ -379,6 +381,25 @@ def test_architecture_follows_from_the_model_type_when_absent():
 )
 def test_dtype(fields, dtype):
     assert parse_config(LLAMA | fields).dtype == dtype
+
+
+@pytest.mark.parametrize("fields", [{}, {"torch_dtype": "float16"}, {"dtype": "float32"}])
+@pytest.mark.parametrize("base", [LLAMA, MISTRAL3])
+def test_a_dtype_that_nobody_says_is_that_of_most_weights(tmp_path, fields, base):
+    """As for transformers and vLLM. A norm in float32 is not the model."""
+    inner = {k: v for k, v in MISTRAL.items() if k != "torch_dtype"} | fields
+    raw = base | {"text_config": inner} if "text_config" in base else inner | {
+        name: base[name] for name in ("architectures", "model_type")
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    said = next(iter(fields.values()), None)
+    assert load_config(tmp_path).dtype == (said or "float32")
+    half, single = np.ones((8, 8), ml_dtypes.bfloat16), np.ones(8, np.float32)
+    integers = np.ones((64, 64), np.int32)
+    save_file({"a": single, "b": half, "c": integers}, tmp_path / "model.safetensors")
+    assert load_config(tmp_path).dtype == (said or "bfloat16")
+    save_file({"c": integers}, tmp_path / "model.safetensors")
+    assert load_config(tmp_path).dtype == (said or "float32")
 
 
 # Windows
