@@ -91,6 +91,7 @@ class Checkpoint:
         """
         self._folder = need_folder(folder)
         self._open: dict[str, Any] = {}
+        self._bytes: dict[str, tuple[np.ndarray, dict[str, Any]]] = {}
         if os.path.exists(self._folder / SINGLE):
             self._files = dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
         elif os.path.exists(self._folder / INDEX):
@@ -107,6 +108,7 @@ class Checkpoint:
     def close(self) -> None:
         """Close the files. They open again if needed; arrays that were read stay valid."""
         self._open.clear()
+        self._bytes.clear()
 
     def names(self) -> list[str]:
         """All tensors, sorted."""
@@ -350,19 +352,23 @@ class Checkpoint:
 
     def _mapped(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:
         """A tensor where it lies in its file: the bytes behind the header that this says."""
-        path, shape = self._folder / self._files[name], self.shape(name)
+        shape = self.shape(name)
         if 0 in shape:
             return np.empty(shape, dtype)
-
-        def mapped() -> np.ndarray:
-            with open(path, "rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                begin, end = json.loads(file.read(size))[name]["data_offsets"]
-            raw = np.memmap(path, np.uint8, "r", 8 + size + begin, (end - begin,))
-            return raw.view(dtype).reshape(shape)
-
-        found: np.ndarray = self._get(name, mapped)
+        data, header = self._get(name, lambda: self._bytes_of(self._files[name]))
+        begin, end = header[name]["data_offsets"]
+        found: np.ndarray = data[begin:end].view(dtype).reshape(shape)
         return found
+
+    def _bytes_of(self, file: str) -> tuple[np.ndarray, dict[str, Any]]:
+        """The bytes of a file's tensors, mapped, and its header. Headers of many experts take tens
+        of milliseconds to read: each is read once.
+        """
+        if file not in self._bytes:
+            raw = np.memmap(self._folder / file, np.uint8, "r")
+            start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
+            self._bytes[file] = raw[start:], json.loads(raw[8:start].tobytes())
+        return self._bytes[file]
 
     def _get(self, name: str, read: Any) -> Any:
         try:

@@ -170,6 +170,27 @@ def test_files_open_when_needed(tmp_path):
         checkpoint.read("cube")
 
 
+def test_dtypes_that_numpy_has_not_are_read_by_a_header_that_is_read_once(tmp_path, monkeypatch):
+    """That of a shard of experts takes tens of milliseconds, and has thousands of tensors."""
+    dtype = ml_dtypes.float8_e4m3fn
+    tensors = {f"w{i}": (GRID + i).astype(dtype) for i in range(3)} | {"empty": GRID[:0]}
+    write(tmp_path, tensors)
+    read, texts = json.loads, []
+    monkeypatch.setattr(
+        "twinfer.shared.checkpoint.json.loads", lambda x: texts.append(x) or read(x)
+    )
+    with Checkpoint(tmp_path) as checkpoint:
+        for name, tensor in tensors.items():
+            found = checkpoint.read(name)
+            assert type(found) is np.ndarray
+            assert found.dtype == tensor.dtype
+            np.testing.assert_array_equal(found, tensor)
+            np.testing.assert_array_equal(checkpoint.read_slice(name, 1, 1, 3), tensor[:, 1:3])
+    assert len(texts) == 1
+    np.testing.assert_array_equal(checkpoint.read("w1"), tensors["w1"])  # opens again
+    assert len(texts) == 2
+
+
 def test_a_single_file_goes_before_an_index(tmp_path):
     write(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("junk")
