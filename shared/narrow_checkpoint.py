@@ -91,6 +91,7 @@ class NarrowCheckpoint(Checkpoint):
         dtype.
         """
         found: dict[str, Sequence[int]] = {}
+        spare = []
         kinds: dict[str, Sequence[str]] = dict(dtypes or {})
         for key, shape in expected.items():
             module, piece = piece_in(key)
@@ -100,9 +101,18 @@ class NarrowCheckpoint(Checkpoint):
                 n, k = shape[0], shape[1] * (2 if self._form.packs else 1)
                 for name, tensor in self._form.tensors(module, n, k).items():
                     self._expect(self._form.tensor(module, name), tensor, found, kinds)
+                bias = f"{module}.bias"
+                if self._form.spare_biases and bias not in expected and super().has(bias):
+                    spare.append(bias)
+                    self._expect(bias, Tensor(((n,),)), found, kinds)
             elif piece == "input_scale":
                 self._expect(f"{module}.input_scale", Tensor(((), (1,), (1, 1))), found, kinds)
         super().check(found, ignored, copies, kinds)
+        for bias in spare:
+            if super().read(bias).any():
+                raise CheckpointError(
+                    f"{self.where(bias)} holds numbers but 0, and the model has no such bias"
+                )
 
     def where(self, name: str) -> str:
         """As of `Checkpoint`; for values of a module, the tensor that has them."""
@@ -147,9 +157,12 @@ def piece_in(name: str) -> tuple[str, str]:
 
 
 class Form(ABC):
-    """How a format keeps a module. `packs`: two entries of k lie in one byte of its values."""
+    """How a format keeps a module. `packs`: two entries of k lie in one byte of its values.
+    `spare_biases`: files may have biases of zeros for modules without any.
+    """
 
     packs = True
+    spare_biases = False
     values_name = "weight"
     scale_name = "weight_scale"
 
@@ -285,8 +298,11 @@ class Packed(Form):
 
 
 class Gptq(Form):
-    """GPTQ: words of eight neighbours in k, lying as [k/8 n]; the zeros of eight rows in a word."""
+    """GPTQ: words of eight neighbours in k, lying as [k/8 n]; the zeros of eight rows in a word.
+    AutoGPTQ wrote a bias for each module.
+    """
 
+    spare_biases = True
     values_name = "qweight"
     scale_name = "scales"
 

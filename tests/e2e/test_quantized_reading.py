@@ -343,6 +343,30 @@ def test_an_fp4_of_another_kind_is_refused(checkpoint, tmp_path, field, value, a
         check(folder)
 
 
+def test_biases_that_a_gptq_model_has_not_may_be_zeros(checkpoint, tmp_path):
+    """AutoGPTQ wrote them for all modules. Others have a meaning that nothing here computes."""
+
+    def biased(value, module=NAME, size=64):
+        def change(tensors):
+            tensors[f"{module}.bias"] = torch.full((size,), value, dtype=torch.float16)
+
+        return change
+
+    check(changed(checkpoint("gptq"), tmp_path / "zeros", biased(0.0)))
+    refused = {
+        "ones": (biased(1.0), rf"{NAME}\.bias holds numbers but 0"),
+        "long": (biased(0.0, size=65), rf"{NAME}\.bias has shape \[65\], expected \[64\]"),
+        "head": (biased(0.0, "lm_head", 997), r"unexpected: lm_head\.bias"),
+    }
+    for what, (change, message) in refused.items():
+        folder = changed(checkpoint("gptq"), tmp_path / what, change)
+        with pytest.raises(CheckpointError, match=message):
+            check(folder)
+    folder = changed(checkpoint("awq"), tmp_path / "awq", biased(0.0))
+    with pytest.raises(CheckpointError, match=rf"unexpected: {NAME}\.bias"):
+        check(folder)
+
+
 def test_packed_weights_have_no_scale_of_a_tensor(checkpoint, tmp_path):
     """Those of its rows would be read as such."""
     groups = groups_of(checkpoint("packed-channel"))
