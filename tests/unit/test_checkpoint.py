@@ -459,6 +459,10 @@ def test_an_output_head_beside_tied_embeddings(tmp_path):
         write(tmp_path, {name: embedding, head: wrong})
         with fails(head, name, "tie_word_embeddings"):
             Checkpoint(tmp_path).check({name: (9000, 3)}, copies={head: name})
+    # The same numbers in another dtype are a copy.
+    half = embedding.astype(ml_dtypes.bfloat16)
+    write(tmp_path, {name: half, head: half.astype(np.float32)})
+    Checkpoint(tmp_path).check({name: (9000, 3)}, copies={head: name})
     write(tmp_path, {head: embedding})
     with fails("1 missing: model.embed_tokens.weight", "1 unexpected: lm_head.weight"):
         Checkpoint(tmp_path).check({name: (9000, 3)}, copies={head: name})
