@@ -41,7 +41,7 @@ def test_the_fields_that_are_read(tmp_path):
 
 
 def test_a_temperature_that_the_sampler_has_not_is_the_least_that_it_has(tmp_path):
-    """Files of Qwen2.5-VL have 1e-6; vLLM takes it so too."""
+    """Models made from Qwen2.5-VL have 1e-6; vLLM takes it so too."""
     params, changes = default_params(write(tmp_path, temperature=1e-06))
     assert params == SamplingParams(temperature=0.01)
     assert [str(change) for change in changes] == [
