@@ -6,14 +6,45 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..shared.chat import render_chat
-from ..shared.errors import RequestError
+from ..shared.chat import check_template, render_chat
+from ..shared.errors import ConfigError, ModelError, RequestError
 from ..shared.models.fields import show
 from ..shared.tokenizer import Tokenizer
 from .batch import need_tokenizer
 
 Message = Mapping[str, Any]
 """One message of a conversation: `role` and `content`, and what else a template reads."""
+
+
+MARKS = ("{{", "{%")
+"""What a template has, and hardly any path."""
+
+
+def read_template(given: str | None) -> str | None:
+    """The template that `--chat-template` gives: a file of it, or its text. None where it gives
+    none. Raises ConfigError.
+    """
+    if given is None:
+        return None
+    try:
+        with open(given, encoding="utf-8-sig") as file:
+            source, where = file.read(), given
+    except UnicodeDecodeError:
+        raise ConfigError(f"chat-template: {given} is not UTF-8 text") from None
+    except (OSError, ValueError) as error:  # ValueError: a text may have what no path can have
+        if not any(mark in given for mark in MARKS):
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"chat-template: cannot read {show(given)}: {why}; allowed is a file or the text "
+                f"of a template, which has {' or '.join(MARKS)}"
+            ) from None
+        source, where = given, "the text"
+    try:
+        check_template(source)
+    except ModelError as error:
+        why = str(error).removeprefix("chat_template: ")
+        raise ConfigError(f"chat-template: {where}: {why}") from None
+    return source
 
 
 @dataclass(frozen=True, slots=True)

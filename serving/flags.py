@@ -64,6 +64,7 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="texts are what a user says: render them by the chat template",
     )
+    add_chat_template(g)
 
 
 def add_flag(group: Any, option: Option, default: Any, usual: str) -> None:
@@ -120,6 +121,15 @@ def add_generation_config(group: Any) -> None:
         default="auto",
         help="none: without the sampling defaults of the model's generation_config.json (default: "
         "%(default)s)",
+    )
+
+
+def add_chat_template(group: Any) -> None:
+    """How chats become prompts."""
+    group.add_argument(
+        "--chat-template",
+        metavar="FILE|TEXT",
+        help="a Jinja template in a file, or its text, for chats (default: the model's)",
     )
 
 

@@ -20,7 +20,7 @@ from ..shared.models.locate import model_folder
 from ..shared.sampling_params import SamplingParams
 from ..shared.tokenizer import Tokenizer
 from .batch import need_tokenizer
-from .conversations import ChatTemplate
+from .conversations import ChatTemplate, read_template
 from .flags import engine_options, read_prompts, sampling_options
 from .llm import LLM
 from .outputs import RequestOutput, StreamUpdate
@@ -31,6 +31,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit code 0; 1 if a completion ended with an error, 2 if a prompt was refused."""
     prompts = read_prompts(arguments.prompts)
     _check(arguments, prompts)
+    template = None
+    if arguments.chat:
+        template = ChatTemplate(chat_template=read_template(arguments.chat_template))
     # Before a minute of work: what was said may be wrong.
     defaults, _ = default_params(model_folder(arguments.model), arguments.generation_config)
     params = replace(defaults, **sampling_options(arguments))
@@ -39,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     if tokenizer is None and all(isinstance(prompt, str) for prompt in prompts):
         load_config(model_folder(arguments.model))  # a folder without any model says that first
         need_tokenizer(tokenizer)
-    prompts = _tokenized(tokenizer, prompts, arguments.chat)
+    prompts = _tokenized(tokenizer, prompts, template)
     demand = _demand(prompts, params)
     with LLM(
         arguments.model, backend=arguments.backend, tokenizer=tokenizer, demand=demand, **options
@@ -49,15 +52,17 @@ def run(arguments: argparse.Namespace) -> int:
         return _complete(llm, prompts, params, _writer(arguments, llm, len(prompts), params))
 
 
-def _tokenized(tokenizer: Tokenizer | None, prompts: list[Any], chat: bool) -> list[Any]:
+def _tokenized(
+    tokenizer: Tokenizer | None, prompts: list[Any], template: ChatTemplate | None
+) -> list[Any]:
     """The prompts as tokens where that is possible: how many there are says which programs are
-    needed.
+    needed. With `template` each is what a user says.
 
     A prompt that is not is left to be refused by its own error, beside others that are completed.
     """
-    if chat:
+    if template is not None:
         conversations = [[{"role": "user", "content": text}] for text in prompts]
-        return ChatTemplate().prompts(tokenizer, conversations, return_errors=True)
+        return template.prompts(tokenizer, conversations, return_errors=True)
     return [_encoded(tokenizer, prompt) for prompt in prompts]
 
 
@@ -85,6 +90,8 @@ def _check(arguments: argparse.Namespace, prompts: list[Any]) -> None:
         )
     if arguments.chat and not all(isinstance(prompt, str) for prompt in prompts):
         raise RequestError("chat", "renders texts; token ids are rendered already")
+    if arguments.chat_template is not None and not arguments.chat:
+        raise ConfigError("chat-template: is for --chat, which is not given")
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(arguments, name) is not None and not arguments.json:
             raise ConfigError(f"{name.replace('_', '-')}: is printed with --json only")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .flags import add_generation_config
+from .flags import add_chat_template, add_generation_config
 from .parser import not_empty, whole_number
 
 PORT = 8000
@@ -104,6 +104,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "(default: nowhere)",
     )
     add_generation_config(g)
+    add_chat_template(g)
     g.add_argument(
         "--tool-call-parser",
         choices=PARSERS,

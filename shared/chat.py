@@ -84,6 +84,13 @@ def render_chat(
     return _cut_at_tag(_render(_compile(source), context, max_output))
 
 
+def check_template(source: str) -> None:
+    """Raise ModelError for a template that does not compile, or that makes no prompt at all."""
+    if not source.strip():
+        raise ModelError("chat_template: is empty")
+    _compile(source)
+
+
 def _check_options(
     add_generation_prompt: Any, continue_final_message: Any, template: Any, variables: Any
 ) -> None:

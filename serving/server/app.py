@@ -89,6 +89,8 @@ class Settings:
     tokenizer: Tokenizer | None
     defaults: SamplingParams
     format: Format
+    template: str | None = None
+    """How chats are rendered; None: as the model's own template has it."""
     keys: Sequence[str] = ()
     max_body: int = 32 << 20
     draw_seeds: bool = True
@@ -237,6 +239,7 @@ class Server:
             tokenizer,
             chat.conversation(),
             tools=chat.described or None,
+            template=self._settings.template,
             variables=chat.template_variables(),
             add_generation_prompt=not continues if generates is None else generates,
             continue_final_message=continues,

@@ -295,7 +295,7 @@ class ChatRequest(Generation):
         "web_search_options": "this server searches nothing",
         "functions": "is not supported; it was replaced by tools",
         "function_call": "is not supported; it was replaced by tool_choice",
-        "chat_template": "a template may come with the model only, not with a request",
+        "chat_template": "no template may come with a request; see --chat-template",
     }
 
     messages: list[dict[str, Any]]

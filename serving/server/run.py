@@ -31,6 +31,7 @@ from ...shared.models.locate import model_folder
 from ...shared.models.shapes import check_weights
 from ...shared.progress import Progress, silent
 from ...shared.tokenizer import Tokenizer
+from ..conversations import read_template
 from ..flags import engine_options
 from ..formats.detect import detect_format
 from ..formats.table import FORMATS, Format, find_format
@@ -65,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         {"model": arguments.model, "backend": arguments.backend, **options}
     )
     check_weights(config.model, config.load_format)
+    template = read_template(arguments.chat_template)
     folder = model_folder(config.model)
     load_config(folder)  # what cannot be served is said before a process is started
     defaults, changes = default_params(folder, arguments.generation_config)
@@ -93,7 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
         names,
         tokenizer,
         defaults,
-        _format(arguments.tool_call_parser, tokenizer),
+        _format(arguments.tool_call_parser, tokenizer, template),
+        template,
         keys,
         arguments.max_body_size,
         draw_seeds=not arguments.fixed_seed,
@@ -131,10 +134,10 @@ def _new_loop() -> Callable[[], asyncio.AbstractEventLoop]:
         return asyncio.new_event_loop
 
 
-def _format(name: str, tokenizer: Tokenizer | None) -> Format:
+def _format(name: str, tokenizer: Tokenizer | None, template: str | None) -> Format:
     if tokenizer is None or name == "none":
         return FORMATS["none"]
-    return detect_format(tokenizer) if name == "auto" else find_format(name)
+    return detect_format(tokenizer, template) if name == "auto" else find_format(name)
 
 
 def _bind(arguments: argparse.Namespace) -> socket.socket:

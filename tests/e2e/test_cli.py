@@ -64,6 +64,15 @@ def test_a_prompt_file_and_one_bad_prompt_among_good_ones(capsys, tmp_path):
     ]
 
 
+def test_a_chat_is_rendered_by_the_template_that_is_given(capsys, device, tmp_path):
+    file = tmp_path / "a.jinja"
+    file.write_text("<{{ messages[0].role }}>{{ messages[0].content }}")
+    for given in (str(file), file.read_text()):
+        argv = [*GENERATE, "--device", device, "--prompt", "x", "--max-tokens", "1", "--json"]
+        assert main([*argv, "--chat", "--chat-template", given]) == 0
+        assert json.loads(capsys.readouterr().out)["prompt"] == "<user>x"
+
+
 BAD = {
     "missing folder": (["--model", "/no/such", "--prompt", "x"], "/no/such"),
     "no prompt": (["--model", "demo"], "prompt"),
@@ -82,6 +91,18 @@ BAD = {
     "short flag": (
         ["--model", "demo", "--prompt", "x", "--temp", "1"],
         "did you mean --temperature?",
+    ),
+    "a chat template that is no file": (
+        ["demo", "--chat", "--prompt", "x", "--chat-template", "/nowhere.jinja"],
+        "chat-template: cannot read /nowhere.jinja: No such file or directory; allowed is a file",
+    ),
+    "a broken chat template": (
+        ["demo", "--chat", "--prompt", "x", "--chat-template", "{% for %}"],
+        "chat-template: the text: line 1",
+    ),
+    "a chat template without a chat": (
+        ["demo", "--prompt", "x", "--chat-template", "{{ messages }}"],
+        "chat-template: is for --chat",
     ),
     "no model": (["--prompt", "x"], "model: none given"),
     "two models": (["demo", "--model", "other", "--prompt", "x"], "got demo and --model other"),

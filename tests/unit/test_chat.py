@@ -12,8 +12,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 import twinfer.shared.chat as chat
+from twinfer.serving.conversations import read_template
 from twinfer.shared.chat import render_chat
-from twinfer.shared.errors import ModelError, RequestError, TwinferError
+from twinfer.shared.errors import ConfigError, ModelError, RequestError, TwinferError
 from twinfer.shared.tokenizer import Tokenizer
 
 CHATML = """{% for message in messages %}
@@ -489,3 +490,39 @@ def test_output_is_limited():
     fails(RequestError, f"longer than {chat.MAX_OUTPUT} characters", endless)
     big = [{"role": "user", "content": "x" * (chat.MAX_OUTPUT + 1)}]
     fails(RequestError, "longer than", "{{ messages[0].content }}", big)
+
+
+def test_a_template_is_given_as_a_file_or_as_its_text(tmp_path):
+    """A file goes first, also one whose name looks like a template."""
+    text = "{{ messages[0].content }}"
+    assert read_template(None) is None
+    assert read_template(text) == text
+    for name in ("a.jinja", "{{ x }}"):
+        (tmp_path / name).write_text(f"\ufeff{CHATML}\r\n", encoding="utf-8")
+        assert read_template(str(tmp_path / name)) == f"{CHATML}\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("nowhere.jinja", "cannot read nowhere.jinja: No such file or directory; allowed is"),
+        ("", "cannot read '': No such file or directory"),
+        ("/", "cannot read /: Is a directory"),
+        ("a\0b", "cannot read"),
+        ("x" * 5000, "File name too long"),
+        ("{% if %}", "the text: line 1"),
+        ("{{ 'a' | nosuch }}", "the text: line 1: No filter named 'nosuch'"),
+        (b"\xff{{ messages }}", "is not UTF-8 text"),
+        (b" \n", "is empty"),
+        (b"a\n{{ b", ".jinja: line 2"),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_templates_that_are_none_are_refused_at_the_start(given, says, tmp_path):
+    if isinstance(given, bytes):
+        (tmp_path / "a.jinja").write_bytes(given)
+        given = str(tmp_path / "a.jinja")
+    with pytest.raises(ConfigError, match=r"^chat-template: ") as error:
+        read_template(given)
+    assert says in str(error.value)
+    assert len(str(error.value)) < 400
