@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
+import re
+from collections.abc import Callable
 
 from .flags import add_chat_template, add_generation_config
 from .parser import not_empty, whole_number
@@ -13,6 +16,11 @@ KEY_VARIABLE = "TWINFER_API_KEY"
 PARSERS = (
     "auto", "none", "think", "hermes", "qwen", "qwen3_coder", "glm45", "llama3_json", "mistral",
 )  # fmt: skip
+
+_ORIGIN = (re.compile(r"null|[a-z][a-z0-9+.-]*://[^\s/?#@*,A-Z]+"), "https://chat.example")
+_METHOD = (re.compile("[A-Z]+"), "POST")
+_HEADER = (re.compile("[A-Za-z0-9-]+"), "authorization")
+"""What an item of a list is, as browsers write it, and an example."""
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +85,22 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="PATH",
         help="prefix that a proxy cuts off (default: none)",
+    )
+    for flag, what, kind, usual in (
+        ("--allowed-origins", "origins of web pages that may read the answers", _ORIGIN, "none"),
+        ("--allowed-methods", "methods that they may use", _METHOD, "all"),
+        ("--allowed-headers", "headers that they may send", _HEADER, "all"),
+    ):
+        g.add_argument(
+            flag,
+            type=_list_of(kind),
+            metavar="LIST",
+            help=f'{what}, a JSON list; "*" stands for all (default: {usual})',
+        )
+    g.add_argument(
+        "--allow-credentials",
+        action="store_true",
+        help="they may send cookies and certificates too; needs origins by name (default: off)",
     )
     g.add_argument(
         "--page",
@@ -172,3 +196,26 @@ def _seconds(text: str) -> float:
     if not 0 < number < 1e6:
         raise argparse.ArgumentTypeError(f"got {text}, allowed is more than 0 and less than 1e6")
     return number
+
+
+def _list_of(kind: tuple[re.Pattern[str], str]) -> Callable[[str], list[str]]:
+    """A reader of JSON lists of what a pattern describes, or of the star, for argparse."""
+    pattern, example = kind
+
+    def read(text: str) -> list[str]:
+        try:
+            items = json.loads(text)
+        except ValueError:
+            items = None
+        if not isinstance(items, list):
+            raise argparse.ArgumentTypeError(
+                f"got {text}, allowed is a JSON list such as '[\"{example}\"]'"
+            )
+        for item in items:
+            if item != "*" and not (isinstance(item, str) and pattern.fullmatch(item)):
+                raise argparse.ArgumentTypeError(
+                    f'has {json.dumps(item)}, allowed are "*" and such as {example}'
+                )
+        return items
+
+    return read

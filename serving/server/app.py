@@ -38,6 +38,7 @@ from .answers import (
     read_news,
     reasoning_tokens,
 )
+from .cors import shared
 from .doors import Doors, TooLarge, too_large
 from .events import log_failure, piece_events, response_events
 from .fields import (
@@ -97,6 +98,8 @@ class Settings:
     page: bool = True
     log_requests: bool = False
     traces: Traces | None = None
+    cors: dict[str, Any] | None = None
+    """See `cors_options`."""
 
 
 class Server:
@@ -554,7 +557,7 @@ def build_app(settings: Settings, engine: Engines, metrics: Metrics) -> Any:
     ):
         app.add_route(path, _guarded(route, settings), methods=[method])
     pages = (PAGE,) if settings.page else ()
-    return Doors(
+    doors = Doors(
         app,
         keys=settings.keys,
         max_body=settings.max_body,
@@ -562,6 +565,7 @@ def build_app(settings: Settings, engine: Engines, metrics: Metrics) -> Any:
         log_requests=settings.log_requests,
         traces=settings.traces,
     )
+    return shared(doors, settings.cors)
 
 
 async def no_route(request: Request, error: Exception) -> Response:

@@ -39,6 +39,7 @@ from ..progress import StartBar
 from ..serve_flags import KEY_VARIABLE
 from .admin import build_admin
 from .app import Settings, build_app
+from .cors import cors_options
 from .engine import EngineProcess, Limits
 from .http import BoundedHttp
 from .logs import configure_logging
@@ -102,6 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         draw_seeds=not arguments.fixed_seed,
         page=arguments.page,
         log_requests=arguments.log_requests,
+        cors=cors_options(arguments),
     )
     with contextlib.ExitStack() as held:
         if arguments.otlp_traces_endpoint is not None:

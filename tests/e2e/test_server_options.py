@@ -7,6 +7,7 @@ from .server_process import served
 FLAGS = [
     "--backend", "torch", "--device", "cpu", "--dtype", "float32", "--max-model-len", "128",
     "--chat-template", "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+    "--api-key", "k", "--allowed-origins", '["https://chat.example"]',
 ]  # fmt: skip
 TURNS = [{"role": "user", "content": "x = 1"}]
 
@@ -17,12 +18,28 @@ def server():
         yield running
 
 
-def test_chats_are_rendered_by_the_template_that_is_given(server):
-    with server.client() as client:
-        chat = client.post("/tokenize", json={"messages": TURNS}).json()["tokens"]
-        text = {"prompt": "<user>x = 1", "add_special_tokens": False}
-        assert chat == client.post("/tokenize", json=text).json()["tokens"]
-        answer = client.post(
-            "/v1/chat/completions", json={"messages": TURNS, "max_tokens": 1}
-        ).json()
-        assert answer["usage"]["prompt_tokens"] == len(chat)
+@pytest.fixture
+def client(server):
+    with server.client(headers={"authorization": "Bearer k"}) as it:
+        yield it
+
+
+def test_chats_are_rendered_by_the_template_that_is_given(client):
+    chat = client.post("/tokenize", json={"messages": TURNS}).json()["tokens"]
+    text = {"prompt": "<user>x = 1", "add_special_tokens": False}
+    assert chat == client.post("/tokenize", json=text).json()["tokens"]
+    answer = client.post("/v1/chat/completions", json={"messages": TURNS, "max_tokens": 1})
+    assert answer.json()["usage"]["prompt_tokens"] == len(chat)
+
+
+def test_a_page_of_another_origin_reads_a_stream_as_it_comes(client):
+    body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "stream": True}
+    headers = {"origin": "https://chat.example"}
+    with client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+        assert answer.headers["access-control-allow-origin"] == "https://chat.example"
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert sum(1 for _ in answer.iter_raw()) > 5
+    asked = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+    del client.headers["authorization"]
+    assert client.options("/v1/completions", headers=asked).status_code == 200
+    assert client.post("/v1/completions", json=body, headers=headers).status_code == 401
