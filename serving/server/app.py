@@ -49,6 +49,7 @@ from .fields import (
     CompletionRequest,
     DetokenizeRequest,
     Generation,
+    TokenizeChatRequest,
     TokenizeRequest,
     read_fields,
     read_json,
@@ -73,7 +74,7 @@ COMPLETION_TOKENS = 16
 
 
 PART_IDS = 1 << 14
-"""Token ids that are written at once."""
+"""Token ids, or their entries, that are written at once."""
 PAGE = "/"
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
@@ -168,11 +169,13 @@ class Server:
         """Text, or a conversation, to token ids."""
         body = await _body(request)
         if isinstance(body, dict) and "messages" in body:
-            chat: ChatRequest = read_fields(ChatRequest, body)
+            chat: TokenizeChatRequest = read_fields(TokenizeChatRequest, body)
             self._accept(chat)
             _, ids = await asyncio.to_thread(self._render, chat, None)
+            named = chat.return_token_strs
         else:
             text: TokenizeRequest = read_fields(TokenizeRequest, body)
+            named = text.return_token_strs
             self._check_model(text.model)
             self._count_unknown(list(text.model_extra or {}))
             special = text.add_special_tokens is not False
@@ -180,11 +183,19 @@ class Server:
         ready = self._engine.ready
         length = ready.model["max_model_len"] if ready else None
         head = encode({"count": len(ids), "max_model_len": length})[:-1]
-        data = b'%s,"tokens":[%s]}' % (head, await _in_thread(_listed, ids, size=len(ids)))
-        return Response(data, media_type="application/json")
+        data = b'%s,"tokens":%s' % (head, await _in_thread(_listed, ids, size=len(ids)))
+        if named:
+            # The entries of the vocabulary, as `convert_ids_to_tokens` of transformers has them.
+            token_text = need_tokenizer(self._settings.tokenizer).token_text
+
+            def entries() -> bytes:
+                return _listed([token_text(token) for token in ids])
+
+            data += b',"token_strs":%s' % await _in_thread(entries, size=len(ids))
+        return Response(data + b"}", media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
-        """Token ids to text."""
+        """Token ids to text, special tokens too."""
         body: DetokenizeRequest = read_fields(DetokenizeRequest, await _body(request))
         self._check_model(body.model)
         self._count_unknown(list(body.model_extra or {}))
@@ -197,7 +208,7 @@ class Server:
             most = tokenizer.vocab_size - 1
             if ids and (odd := [token for token in (min(ids), max(ids)) if not 0 <= token <= most]):
                 raise RequestError("tokens", f"has {show(odd[0])}, allowed is 0 to {most}")
-            return tokenizer.decode(ids)
+            return tokenizer.decode(ids, skip_special_tokens=False)
 
         return _json(200, {"prompt": await _in_thread(decode, size=len(ids))})
 
@@ -248,7 +259,7 @@ class Server:
             continue_final_message=continues,
         )
         try:
-            return text, tokenizer.encode(text, False, most)
+            return text, tokenizer.encode(text, bool(chat.add_special_tokens), most)
         except RequestError as error:
             raise renamed(error, {"prompt": "messages"}) from None
 
@@ -628,10 +639,10 @@ async def _told(answer: Callable[[], Any], lives: Sequence[Live]) -> Response:
     return response
 
 
-def _listed(ids: Sequence[int]) -> bytes:
-    """The items of a JSON list. One call for millions would let nobody else run."""
-    parts = (ids[start : start + PART_IDS] for start in range(0, len(ids), PART_IDS))
-    return b",".join(encode(part)[1:-1] for part in parts)
+def _listed(items: Sequence[Any]) -> bytes:
+    """A JSON list. One call for millions would let nobody else run."""
+    parts = (items[start : start + PART_IDS] for start in range(0, len(items), PART_IDS))
+    return b"[%s]" % b",".join(encode(part)[1:-1] for part in parts)
 
 
 def _json(status: int, body: Any, headers: dict[str, str] | None = None) -> Response:

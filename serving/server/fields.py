@@ -189,13 +189,14 @@ class Generation(BaseModel):
 
 
 class TokenizeRequest(BaseModel):
-    """The body of /tokenize for a text; for `messages` it is that of a chat."""
+    """The body of /tokenize for a text."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     prompt: str
     model: str | None = None
     add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(BaseModel):
@@ -287,7 +288,6 @@ class ChatRequest(Generation):
         "prompt_logprobs": "is for completions",
         "return_token_ids": "is for completions",
         "return_tokens_as_token_ids": "is for completions",
-        "add_special_tokens": "is for completions; the chat template writes all that a prompt has",
         "documents": "is not supported; a template may read it of chat_template_kwargs",
         "audio": "this server gives text",
         "prediction": "is not supported",
@@ -310,6 +310,8 @@ class ChatRequest(Generation):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    """Beside those that the chat template writes."""
 
     def check(self) -> None:
         """As `Generation.check`."""
@@ -485,6 +487,12 @@ class ChatRequest(Generation):
         are the objects that templates write. Raises RequestError.
         """
         return [_message(f"messages[{i}]", message) for i, message in enumerate(self.messages)]
+
+
+class TokenizeChatRequest(ChatRequest):
+    """The body of /tokenize for a conversation."""
+
+    return_token_strs: bool | None = None
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:

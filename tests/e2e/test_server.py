@@ -31,6 +31,7 @@ from twinfer.serving.server.fields import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    TokenizeChatRequest,
     TokenizeRequest,
 )
 from twinfer.serving.server.responses import ResponsesRequest
@@ -538,7 +539,6 @@ CHAT_BAD = [
     (dict(prompt_logprobs=1), "prompt_logprobs"),
     (dict(return_token_ids=True), "return_token_ids"),
     (dict(use_beam_search=True), "use_beam_search"),
-    (dict(add_special_tokens=True), "add_special_tokens"),
     (dict(documents=[{"text": "x"}]), "documents"),
     (dict(guided_json={"type": "object"}), "guided_json"),
     (dict(tools=[{"type": "function", "function": {"name": "f", "parameters": []}}]), "tools"),
@@ -1134,6 +1134,11 @@ def test_tokens_and_back(server, llm):
         (prompt,) = llm.chat_prompts(MESSAGES)
         assert chat == prompt["prompt_token_ids"]
         assert client.post("/detokenize", json={"tokens": ["a"]}).status_code == 400
+        assert (
+            client.post("/detokenize", json={"tokens": chat}).json()["prompt"] == prompt["prompt"]
+        )
+        marked = client.post("/detokenize", json={"tokens": [0, 88]}).json()["prompt"]
+        assert marked == "<|endoftext|>x"
         for path, told in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
             answer = client.post(path, json=told | {"model": "other"})
             assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
@@ -1145,6 +1150,43 @@ def test_tokens_and_back(server, llm):
         for odd in (-1, 10**6, 10**30):
             told = client.post("/detokenize", json={"tokens": [5, odd]})
             assert (told.status_code, told.json()["error"]["param"]) == (400, "tokens")
+
+
+def test_tokens_by_name(server, llm):
+    """Entries of the vocabulary, as transformers and vLLM name them; and only if asked."""
+    text = "def f(x): # ü\n" * 400
+    with server.client() as client:
+        for body in ({"prompt": text}, {"messages": MESSAGES}):
+            plain = client.post("/tokenize", json=body).json()
+            assert set(plain) == {"count", "max_model_len", "tokens"}
+            assert plain["max_model_len"] == SIZES["max_model_len"]
+            named = client.post("/tokenize", json=body | {"return_token_strs": True}).json()
+            names = named.pop("token_strs")
+            assert named == plain
+            assert names == [llm.tokenizer.token_text(token) for token in plain["tokens"]]
+
+
+def test_tokens_of_a_chat_are_those_of_its_completion(server, llm):
+    """Whatever says how it is rendered."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    turns = [*MESSAGES, {"role": "assistant", "content": "def"}]
+    end = {"messages": turns, "add_generation_prompt": False, "continue_final_message": True}
+    with server.client() as client:
+        counts = []
+        for body in (
+            {"messages": MESSAGES},
+            {"messages": MESSAGES, "add_generation_prompt": False},
+            {"messages": MESSAGES, "add_special_tokens": True},
+            {"messages": MESSAGES, "tools": [tool]},
+            end,
+        ):
+            ids = client.post("/tokenize", json=body).json()["tokens"]
+            answer = client.post("/v1/chat/completions", json=body | {"max_tokens": 1}).json()
+            assert answer["usage"]["prompt_tokens"] == len(ids)
+            counts.append(len(ids))
+        assert counts[1] < counts[0]
+        both = client.post("/tokenize", json=end | {"add_generation_prompt": True})
+        assert (both.status_code, both.json()["error"]["param"]) == (400, "continue_final_message")
 
 
 @pytest.mark.parametrize("priority", [1001, -(10**30), 10**30])
@@ -1366,14 +1408,15 @@ IN_RESPONSES = COMMON | {
     "max_output_tokens": st.integers(-1, 3), "parallel_tool_calls": st.booleans() | ANY,
     "top_logprobs": NUMBER,
 }  # fmt: skip
-IN_TOKENIZE = {name: LIKELY[name] for name in ("prompt", "model", "add_special_tokens")}
+STRS = {"return_token_strs": st.booleans()}
+IN_TOKENIZE = {name: LIKELY[name] for name in ("prompt", "model", "add_special_tokens")} | STRS
 IN_DETOKENIZE = {"tokens": st.lists(NUMBER, max_size=4) | ANY, "model": LIKELY["model"]}
 FUZZ = {
     "/v1/completions": ({"prompt": "x", "max_tokens": 2}, LIKELY, CompletionRequest),
     "/v1/chat/completions": ({"messages": MESSAGES, "max_tokens": 2}, IN_CHATS, ChatRequest),
     "/v1/responses": ({"input": "x", "max_output_tokens": 2}, IN_RESPONSES, ResponsesRequest),
     "/tokenize": ({"prompt": "x"}, IN_TOKENIZE, TokenizeRequest),
-    "/tokenize of a chat": ({"messages": MESSAGES}, IN_CHATS, ChatRequest),
+    "/tokenize of a chat": ({"messages": MESSAGES}, IN_CHATS | STRS, TokenizeChatRequest),
     "/detokenize": ({"tokens": [5]}, IN_DETOKENIZE, DetokenizeRequest),
 }
 

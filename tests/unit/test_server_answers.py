@@ -6,6 +6,7 @@ import json
 
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from tokenizers.processors import TemplateProcessing
 
 from twinfer.serving.formats.parser import OutputParser
 from twinfer.serving.formats.table import FORMATS
@@ -106,6 +107,18 @@ def test_without_a_tokenizer_the_field_that_needs_one_is_named():
     assert (caught.value.field, named_here(caught.value).field) == ("messages", "input")
     with pytest.raises(RequestError, match=r"prompt: .* so text needs token ids"):
         asyncio.run(server._encode(["x"], True, None))
+
+
+def test_special_tokens_of_a_chat_are_those_of_its_template_unless_it_asks_for_more():
+    tokenizer = Tokenizer.load(model_folder("demo"))
+    tokenizer._backend.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    server = Server(Settings(["m"], tokenizer, SamplingParams(), FORMATS["none"]), None, None)
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    _, plain = server._render(read_fields(ChatRequest, body), None)
+    _, more = server._render(read_fields(ChatRequest, body | {"add_special_tokens": True}), None)
+    assert more == [0, *plain]
 
 
 def test_others_run_while_many_short_texts_are_encoded():
