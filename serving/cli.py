@@ -34,14 +34,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The entry point. Returns the exit code: 0 done, 1 failed, 2 wrong input, 4 backend
     unavailable.
     """
-    if not sys.stdout:  # Python's way to say that it was closed
+    unread = not sys.stdout  # Python's way to say that it was closed
+    _open_streams()
+    words = sys.argv[1:] if argv is None else argv
+    if unread and words[:1] != ["serve"]:  # whose output is no result
         print("twinfer: error: cannot write the output: it is closed", file=sys.stderr)
         return 1
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that cannot show a character gets its escape, not an error after all the work.
         sys.stdout.reconfigure(errors="backslashreplace")
     parser, _ = _parser()
-    words = sys.argv[1:] if argv is None else argv
     if (code := parser.find_help(words)) is not None:
         return code
     arguments, unknown = parser.parse_known_args(join_values(words))
@@ -94,6 +96,20 @@ def _run(arguments: argparse.Namespace) -> int:
             "--coordinator allowed are 1, 0"
         )
     return int(arguments.run(arguments))
+
+
+def _open_streams() -> None:
+    """What was closed leads to nowhere: else the next file or socket would take its number, and get
+    what is written to it.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            os.set_inheritable(number, True)  # processes that are started need it too
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _drop_output() -> None:

@@ -233,6 +233,12 @@ def test_an_output_that_is_closed_is_said_at_once():
     assert (told.returncode, told.stderr) == (1, line)
 
 
+def test_errors_that_nobody_reads_are_no_results():
+    command = f"exec {sys.executable} -P -m twinfer generate /nowhere --prompt x 2>&-"
+    told = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (told.returncode, told.stdout) == (2, "")
+
+
 @pytest.fixture
 def broken_folder(tmp_path):
     """A copy of the bundled model for a test to break."""

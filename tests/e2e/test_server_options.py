@@ -1,5 +1,11 @@
 """What the options of `twinfer serve` change for clients."""
 
+import shlex
+import subprocess
+import sys
+import time
+
+import httpx
 import pytest
 
 from .server_process import served
@@ -22,6 +28,40 @@ def server():
 def client(server):
     with server.client(headers={"authorization": "Bearer k"}) as it:
         yield it
+
+
+@pytest.mark.parametrize(
+    "closed",
+    [
+        "2>&-",
+        "<&- >&- 2>&-",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (">&-", "<&- 2>&-", "")),
+    ],
+)
+def test_a_server_whose_words_nobody_reads_serves_on(closed, tmp_path):
+    """Its standard streams are closed, or who reads them leaves after the first line."""
+    door = tmp_path / "s"
+    words = [sys.executable, "-P", "-m", "twinfer", "serve", "demo", "--uds", str(door), *FLAGS[:6]]
+    command = ["sh", "-c", f"exec {shlex.join(words)} {closed}"]
+    transport = httpx.HTTPTransport(uds=str(door))
+    with (
+        subprocess.Popen(command, stderr=subprocess.PIPE) as server,
+        httpx.Client(transport=transport, base_url="http://x", timeout=30) as client,
+    ):
+        try:
+            server.stderr.readline()
+            server.stderr.close()
+            end = time.monotonic() + 60
+            while not door.exists() or client.get("/ready").status_code != 200:
+                assert server.poll() is None
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            body = {"prompt": "x", "max_tokens": 2}
+            for _ in range(3):
+                assert client.post("/v1/completions", json=body).status_code == 200
+        finally:
+            server.terminate()
+            assert server.wait(30) == 0
 
 
 def test_chats_are_rendered_by_the_template_that_is_given(client):
