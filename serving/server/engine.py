@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import shutil
 import signal
@@ -28,6 +29,7 @@ from ...shared.errors import EngineDead, InternalError, Overloaded, RequestError
 from ...shared.executor.driver import clear_up, is_stopped
 from ...shared.progress import Progress, silent
 from ...shared.sampling_params import SamplingParams
+from ...shared.starvation import Starvation
 from ...shared.tokenizer import Tokenizer
 from ..batch import settings_of
 from .child import EXIT_ENGINE, EXIT_FAILED
@@ -54,6 +56,7 @@ from .messages import (
     updates_of,
 )
 
+LOG = logging.getLogger("twinfer.server")
 CHILD = f"{__package__}.child"
 WATCH_S = 0.2
 """How often it is looked after."""
@@ -62,6 +65,10 @@ STOPPED_S = 1.0
 ENGINE_STOPPED_S = 5.0
 """How long a signal may stop the engine, if nothing says how long it may hang: while it starts,
 nothing else would notice.
+"""
+QUIET_S, TOLD_S = 1.0, 5.0
+"""How long an engine may be silent until it is looked at whether it gets a processor, and how long
+it may get none until the log says so.
 """
 STACKS_S = 0.5
 """How long a hung engine has to say where it hangs."""
@@ -135,6 +142,9 @@ class EngineProcess:
         self._waiting_tokens = 0
         self._resets: deque[asyncio.Future[bool]] = deque()
         self._heard = self._looked = self._runs = time.monotonic()
+        self._starvation: Starvation | None = None
+        self._excused = 0.0
+        """Of the time since it was heard of, what is no silence of its own."""
         self._folder = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -226,10 +236,30 @@ class EngineProcess:
 
     def _silence(self) -> float:
         """Seconds in which this process could have heard the engine, and did not. While it is
-        stopped itself, the engine's messages wait for it.
+        stopped itself, the engine's messages wait for it; and an engine that gets no processor
+        sends none.
         """
         now = time.monotonic()
-        return now - self._heard - max(0.0, now - self._looked - STOPPED_S)
+        return now - self._heard - self._excused - max(0.0, now - self._looked - STOPPED_S)
+
+    def _starved(self, pid: int) -> float:
+        """Seconds since the last look in which a silent engine waited for a processor. One that was
+        heard of lately is not looked at.
+        """
+        if time.monotonic() - self._heard < QUIET_S:
+            self._starvation = None
+        elif self._starvation is None:
+            self._starvation = Starvation(pid)
+        if self._starvation is None:
+            return 0.0
+        return self._starvation.look()
+
+    def _excuse(self, seconds: float) -> None:
+        """Leave so much of the time since the last look out of the engine's silence."""
+        before = self._excused
+        self._excused = min(before + seconds, time.monotonic() - self._heard)
+        if before < TOLD_S <= self._excused:
+            LOG.warning("nothing is heard of the engine: others have the processors")
 
     async def _watch(self) -> None:
         process = _started(self._process)
@@ -238,7 +268,7 @@ class EngineProcess:
             await asyncio.sleep(WATCH_S)
             now = time.monotonic()
             held_up = max(0.0, now - self._looked - STOPPED_S)
-            self._heard = min(now, self._heard + held_up)
+            self._excuse(max(held_up, self._starved(process.pid)))
             self._runs = min(now, self._runs + held_up) if is_stopped(process.pid) else now
             code = process.poll()
             if code is not None:
@@ -262,7 +292,7 @@ class EngineProcess:
         while True:
             data = await self._outbox.recv()
             try:
-                self._heard = time.monotonic()
+                self._heard, self._excused = time.monotonic(), 0.0
                 self._take(decode_outbox(data))
             except Exception as error:
                 self._finish(EXIT_ENGINE, f"a message of the engine cannot be taken: {error!r}")

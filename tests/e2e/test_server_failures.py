@@ -11,6 +11,8 @@ import resource
 import signal
 import socket
 import stat
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -167,6 +169,61 @@ def test_an_engine_that_hangs_says_where(tmp_path):
         assert '"error"' in stream.lines[-2]
         assert "sitecustomize.py" in server.log
         assert "faulty" in server.log
+
+
+@contextlib.contextmanager
+def crowded(pid):
+    """A process has the last place on a processor that many others keep busy."""
+    (cpu, *_) = os.sched_getaffinity(0)
+    others = []
+    try:
+        for _ in range(6):
+            busy = [sys.executable, "-S", "-c", "while True: pass"]
+            others.append(subprocess.Popen(busy, start_new_session=True))
+            os.sched_setaffinity(others[-1].pid, [cpu])
+        with contextlib.suppress(FileNotFoundError):  # where sessions share, a place in one is none
+            Path(f"/proc/{pid}/autogroup").write_text("19")
+        for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+            os.setpriority(os.PRIO_PROCESS, thread, 19)
+            os.sched_setaffinity(thread, [cpu])
+        yield
+    finally:
+        for process in others:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.slow
+def test_an_engine_that_gets_no_processor_has_not_hung(tmp_path):
+    """Two steps of 0.3 s of processor time each, of which it gets a three hundredth."""
+    what = "end = time.thread_time() + 0.3\n            while time.thread_time() < end: pass"
+    with (
+        served(*FLAGS, "--hang-timeout", "2", env=fault(tmp_path, what, 1)) as server,
+        server.client() as client,
+    ):
+        with crowded(server.engine_pid()):
+            stream = Stream(server, max_tokens=2)
+            end = time.monotonic() + 8
+            while time.monotonic() < end:
+                assert client.get("/health").status_code == 200
+                time.sleep(0.2)
+        stream.join(30)
+        assert stream.lines[-1] == "data: [DONE]"
+        assert '"error"' not in stream.lines[-2]
+        assert "others have the processors" in server.log
+
+
+@pytest.mark.slow
+def test_an_engine_that_hangs_is_given_up_on_a_busy_machine_too(tmp_path):
+    env = fault(tmp_path, "time.sleep(1000)", 1)
+    with served(*FLAGS, "--hang-timeout", "2", env=env) as server:
+        stream = Stream(server)
+        time.sleep(0.5)  # the step has begun
+        with crowded(server.engine_pid()):
+            stream.join(6)  # its end takes the killed engine a while
+            assert not stream.is_alive()
+        assert server.wait_exit() == 70
+        assert "the engine has hung" in server.log
 
 
 @pytest.mark.slow

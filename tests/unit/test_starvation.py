@@ -1,0 +1,102 @@
+"""Who could run and got no processor, by what the system tells of threads."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from twinfer.shared import starvation
+from twinfer.shared.starvation import Starvation
+
+MS = 10**6
+
+
+class System:
+    """A /proc whose clock is set by hand."""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder, self.now = folder, 100.0
+        monkeypatch.setattr(starvation.time, "monotonic", lambda: self.now)
+
+    def thread(self, pid, tid, state, ran, waited, children=()):
+        """What is told of a thread; times in milliseconds."""
+        at = self.folder / str(pid) / "task" / str(tid)
+        at.mkdir(parents=True, exist_ok=True)
+        (at / "schedstat").write_text(f"{ran * MS} {waited * MS} 7\n")
+        (at / "stat").write_text(f"{tid} (a) R (b) {state} 1 1")
+        (at / "children").write_text(" ".join(map(str, children)))
+        return at
+
+    def look(self, seen, seconds=0.2):
+        self.now += seconds
+        return seen.look()
+
+
+@pytest.fixture
+def system(tmp_path, monkeypatch):
+    return System(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second", "starved"),
+    [
+        ("sleeps", ("S", 50, 9), ("S", 50, 9), 0.0),
+        ("waits for a device", ("D", 50, 9), ("D", 50, 9), 0.0),
+        ("was stopped", ("T", 50, 9), ("T", 50, 9), 0.0),
+        ("runs all the time", ("R", 50, 9), ("R", 250, 9), 0.0),
+        ("runs half of the time", ("R", 50, 9), ("R", 150, 109), 0.1),
+        ("has waited and sleeps again", ("S", 50, 9), ("S", 51, 159), 0.15),
+        ("waits still", ("R", 50, 9), ("R", 50, 9), 0.2),
+        ("is told of a wait that began before", ("R", 50, 9), ("R", 60, 5009), 0.2),
+    ],
+)
+def test_a_thread(name, first, second, starved, system):
+    system.thread(7, 7, *first)
+    seen = Starvation(7, system.folder)
+    assert system.look(seen) == 0
+    system.thread(7, 7, *second)
+    assert system.look(seen) == pytest.approx(starved)
+
+
+def test_the_thread_that_waits_longest_counts_whoever_started_it(system):
+    system.thread(7, 7, "S", 1, 1, children=[9])
+    system.thread(7, 8, "S", 1, 1)
+    system.thread(9, 9, "S", 1, 1)
+    seen = Starvation(7, system.folder)
+    assert system.look(seen) == 0
+    system.thread(7, 8, "S", 2, 31)
+    system.thread(9, 9, "S", 2, 51)
+    assert system.look(seen) == pytest.approx(0.05)
+
+
+def test_threads_that_come_and_go_and_systems_that_tell_nothing(system):
+    seen = Starvation(7, system.folder)
+    assert system.look(seen) == 0
+    at = system.thread(7, 7, "R", 50, 9000)
+    assert system.look(seen) == 0
+    (at / "schedstat").unlink()
+    assert system.look(seen) == 0
+    (at / "schedstat").write_text("")
+    assert system.look(seen) == 0
+
+
+def test_a_real_process_that_waits_and_one_that_sleeps():
+    busy = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(4)]
+    idle = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
+    try:
+        (cpu, *_) = os.sched_getaffinity(0)
+        for process in busy:
+            os.sched_setaffinity(process.pid, [cpu])
+        os.setpriority(os.PRIO_PROCESS, busy[0].pid, 19)
+        time.sleep(1)
+        waits, sleeps = Starvation(busy[0].pid), Starvation(idle.pid)
+        assert waits.look() == sleeps.look() == 0
+        time.sleep(1)
+        assert waits.look() > 0.5
+        assert sleeps.look() < 0.1
+    finally:
+        for process in (*busy, idle):
+            process.kill()
+            process.wait()
