@@ -14,6 +14,7 @@ from ..shared.engine_config import EngineConfig
 from ..shared.errors import ConfigError
 from ..shared.options import near_flags, options_of
 from ..shared.sampling_params import SamplingParams
+from . import other_flags
 
 MINUS_VALUES = ("--enable-ops", "--prompt", "--stop")
 """Flags whose value may begin with a minus sign, which argparse takes for a flag."""
@@ -23,10 +24,7 @@ SHORT_FLAGS = (
     "-v",
     *(flag for entry in TABLE for flag in entry.short if not flag.startswith("--")),
 )
-OTHER_NAMES = near_flags(TABLE) | {
-    "--enable-auto-tool-choice": "--tool-call-parser",
-    "--reasoning-parser": "--tool-call-parser",
-}
+OTHER_NAMES = near_flags(TABLE) | other_flags.OTHER_NAMES
 """What other engines call our flags."""
 CLOSE = 0.72
 """How alike a flag and an unknown one must be by their letters. At 0.6, which is difflib's own,
@@ -81,8 +79,17 @@ class OneLineParser(argparse.ArgumentParser):
 
     def refuse(self, unknown: str) -> NoReturn:
         """Complain about an argument that this command does not know, naming the nearest flag."""
-        near = nearest(unknown.split("=")[0], self.flags)
+        flag = unknown.split("=")[0]
+        if flag in other_flags.ELSEWHERE:
+            self.error(f"unknown argument {flag}: {other_flags.ELSEWHERE[flag]}")
+        near = nearest(flag, self.flags)
         self.error(f"unknown argument {unknown}" + (f"; did you mean {near}?" if near else ""))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        for flag in action.option_strings if isinstance(value, str) else ():
+            if (words := other_flags.OTHER_VALUES.get((flag, value))) is not None:
+                raise argparse.ArgumentError(action, f"got {value}; {words}")
+        super()._check_value(action, value)
 
     def find_help(self, words: Sequence[str]) -> int | None:
         """Print the flags that `--help=WORD` among `words` asks for, of the command that they name:

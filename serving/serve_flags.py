@@ -7,8 +7,9 @@ import json
 import re
 from collections.abc import Callable
 
+from ..shared.option_text import json_object
 from .flags import add_chat_template, add_generation_config
-from .parser import not_empty, whole_number
+from .parser import argument, not_empty, whole_number
 
 PORT = 8000
 KEY_VARIABLE = "TWINFER_API_KEY"
@@ -60,16 +61,18 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     )
     g.add_argument(
         "--served-model-name",
-        action="append",
+        action="extend",
+        nargs="+",
         type=not_empty,
         metavar="NAME",
-        help="what clients call the model; may be repeated (default: MODEL)",
+        help="what clients call the model; several are allowed (default: MODEL)",
     )
     g.add_argument(
         "--api-key",
-        action="append",
+        action="extend",
+        nargs="+",
         metavar="KEY",
-        help=f"only who sends it may enter; may be repeated (default: ${KEY_VARIABLE}, else all)",
+        help=f"only who sends one of them may enter (default: ${KEY_VARIABLE}, else all)",
     )
     g.add_argument(
         "--ssl-certfile",
@@ -128,7 +131,23 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "(default: nowhere)",
     )
     add_generation_config(g)
+    g.add_argument(
+        "--override-generation-config",
+        type=argument(json_object),
+        default={},
+        metavar="JSON",
+        help="fields that go before those of generation_config.json, such as "
+        "'{\"temperature\": 0.6}' (default: none)",
+    )
     add_chat_template(g)
+    g.add_argument(
+        "--default-chat-template-kwargs",
+        type=argument(json_object),
+        default={},
+        metavar="JSON",
+        help="what a request's chat_template_kwargs go before, such as "
+        "'{\"enable_thinking\": false}' (default: none)",
+    )
     g.add_argument(
         "--tool-call-parser",
         choices=PARSERS,

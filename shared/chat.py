@@ -44,6 +44,7 @@ def render_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     tools: Any = None,
+    documents: Any = None,
     template: str | None = None,
     variables: Mapping[str, Any] | None = None,
     max_output: int = MAX_OUTPUT,
@@ -52,27 +53,25 @@ def render_chat(
     `add_special_tokens=False`.
 
     `messages` is a list of objects with `role` and `content`: text, null, or a list of text parts,
-    which are joined by line ends. Their other fields, such as tool_calls, and `tools` reach the
-    template as they are. `template` replaces the model's own, `variables` (such as enable_thinking)
-    are what else the template may read. With `continue_final_message` the prompt ends where the
-    last message's content does, so that the model goes on with it. Raises RequestError for messages
-    that are malformed or that the template refuses, ModelError if there is no template or it is
-    broken.
+    which are joined by line ends. Their other fields, such as tool_calls, `tools` and `documents`
+    (objects to answer from) reach the template as they are. `template` replaces the model's own,
+    `variables` (such as enable_thinking) are what else the template may read. With
+    `continue_final_message` the prompt ends where the last message's content does, so that the
+    model goes on with it. Raises RequestError for messages that are malformed or that the template
+    refuses, ModelError if there is no template or it is broken.
     """
     _check_options(add_generation_prompt, continue_final_message, template, variables)
     conversation = _checked_messages(messages)
-    if tools is not None and (
-        not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools)
-    ):
-        raise RequestError("tools", f"got {show(tools)}, must be a list of objects")
-    context = tokenizer.special_tokens | _plain("chat_template_kwargs", variables or {})
-    for name in RESERVED:
-        if name in (variables or {}):
-            raise RequestError("chat_template_kwargs", f"{name} has a parameter of its own")
+    for name, given in (("tools", tools), ("documents", documents)):
+        if given is not None and (
+            not isinstance(given, list) or not all(isinstance(item, dict) for item in given)
+        ):
+            raise RequestError(name, f"got {show(given)}, must be a list of objects")
+    context = tokenizer.special_tokens | check_variables(variables or {})
     context |= {
         "messages": conversation,
         "tools": _plain("tools", tools),
-        "documents": None,
+        "documents": _plain("documents", documents),
         "add_generation_prompt": add_generation_prompt,
     }
     source = _choose(tokenizer, tools, template)
@@ -89,6 +88,15 @@ def check_template(source: str) -> None:
     if not source.strip():
         raise ModelError("chat_template: is empty")
     _compile(source)
+
+
+def check_variables(variables: Mapping[str, Any]) -> Any:
+    """A copy of what a template may read besides. Raises RequestError."""
+    plain = _plain("chat_template_kwargs", variables)
+    for name in RESERVED:
+        if name in variables:
+            raise RequestError("chat_template_kwargs", f"{name} has a parameter of its own")
+    return plain
 
 
 def _check_options(

@@ -5,12 +5,14 @@ vLLM reads too.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from .config import Change
 from .errors import ConfigError, ModelError, RequestError
-from .models.fields import Fields, is_number, need_folder, read_json
+from .models.fields import Fields, is_number, need_folder, read_json, show
 from .sampling_kinds import Temperature
 from .sampling_params import SamplingParams
 
@@ -28,27 +30,43 @@ temperature of 0 is greedy.
 SOURCES = ("auto", "none")
 """auto: generation_config.json. none: the defaults of `SamplingParams`."""
 
+OVERRIDE = "override-generation-config"
+WAY_OUT = " (--generation-config none leaves the file's defaults out)"
 
-def default_params(folder: str | Path, source: str = "auto") -> tuple[SamplingParams, list[Change]]:
+
+def default_params(
+    folder: str | Path, source: str = "auto", override: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[SamplingParams, list[Change]]:
     """What requests of the model in `folder` use where they say nothing, and how that differs from
-    `SamplingParams()`.
+    `SamplingParams()`. `override` has fields of the file that go before its own.
 
-    Raises ConfigError for another source than those in `SOURCES`, and ModelError for a value that
-    cannot be had.
+    Raises ConfigError for another source than those in `SOURCES` and for fields of `override` that
+    cannot be had, ModelError for such a field of the file.
     """
     if source not in SOURCES:
         raise ConfigError(f"generation_config: got {source!r}, allowed are {', '.join(SOURCES)}")
     path = need_folder(folder) / "generation_config.json"
-    if source == "none" or not os.path.exists(path):
-        return SamplingParams(), []
+    reads = source == "auto" and os.path.exists(path)
+    own = _read(Fields(read_json(path), str(path))) if reads else {}
+    given = _overriding(override)
     usual = SamplingParams()
-    values = _read(Fields(read_json(path), str(path)))
     changes = [
-        Change(name, getattr(usual, name), value, "generation_config.json")
-        for name, value in values.items()
+        Change(name, getattr(usual, name), value, where)
+        for name, value in (own | given).items()
         if value != getattr(usual, name)
+        for where in (OVERRIDE if name in given else path.name,)
     ]
-    return SamplingParams(**values), changes
+    return SamplingParams(**own | given), changes
+
+
+def _overriding(fields: Mapping[str, Any]) -> dict[str, Any]:
+    for field in fields:
+        if field not in FIELDS:
+            raise ConfigError(f"{OVERRIDE}: has {show(field)}, allowed are {', '.join(FIELDS)}")
+    try:
+        return _read(Fields(fields, OVERRIDE))
+    except ModelError as error:
+        raise ConfigError(str(error).removesuffix(WAY_OUT)) from None
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -63,9 +81,6 @@ def _read(fields: Fields) -> dict[str, Any]:
             SamplingParams(**{name: value})
         except RequestError as error:
             reason = str(error).removeprefix(f"{name}: ")
-            raise ModelError(
-                f"{fields.where}: {field}: {reason} (--generation-config none leaves the file's "
-                "defaults out)"
-            ) from None
+            raise ModelError(f"{fields.where}: {field}: {reason}{WAY_OUT}") from None
         values[name] = value
     return values

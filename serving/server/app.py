@@ -6,8 +6,8 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,8 @@ class Settings:
     format: Format
     template: str | None = None
     """How chats are rendered; None: as the model's own template has it."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """What that template may read, if a chat does not say otherwise."""
     keys: Sequence[str] = ()
     max_body: int = 32 << 20
     draw_seeds: bool = True
@@ -253,8 +255,9 @@ class Server:
             tokenizer,
             chat.conversation(),
             tools=chat.described or None,
+            documents=chat.documents,
             template=self._settings.template,
-            variables=chat.template_variables(),
+            variables={**self._settings.variables, **chat.template_variables()},
             add_generation_prompt=not continues if generates is None else generates,
             continue_final_message=continues,
         )
@@ -460,10 +463,12 @@ class Server:
     def _params(self, body: Generation, length: int, *, whole_context: bool) -> SamplingParams:
         """The settings for a prompt of `length` tokens. Raises RequestError."""
         settings, room = self._settings, self._room
-        most = None
+        own = settings.defaults.max_tokens
+        has_own, most = own != SamplingParams().max_tokens, None
         if room is not None and whole_context:
-            most = max(1, room - length)
-        elif settings.defaults.max_tokens == SamplingParams().max_tokens:
+            fits = max(1, room - length)
+            most = min(own, fits) if has_own else fits
+        elif not has_own:
             most = COMPLETION_TOKENS
         params = body.params(settings.defaults, most)
         if params.stop and settings.tokenizer is None:

@@ -288,7 +288,6 @@ class ChatRequest(Generation):
         "prompt_logprobs": "is for completions",
         "return_token_ids": "is for completions",
         "return_tokens_as_token_ids": "is for completions",
-        "documents": "is not supported; a template may read it of chat_template_kwargs",
         "audio": "this server gives text",
         "prediction": "is not supported",
         "moderation": "this server moderates nothing",
@@ -308,6 +307,7 @@ class ChatRequest(Generation):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None

@@ -23,8 +23,9 @@ from typing import Any
 
 import uvicorn
 
+from ...shared.chat import check_variables
 from ...shared.config import EngineConfig
-from ...shared.errors import ConfigError
+from ...shared.errors import ConfigError, RequestError
 from ...shared.generation_config import default_params
 from ...shared.models.config_json import load_config
 from ...shared.models.locate import model_folder
@@ -70,7 +71,13 @@ def run(arguments: argparse.Namespace) -> int:
     template = read_template(arguments.chat_template)
     folder = model_folder(config.model)
     load_config(folder)  # what cannot be served is said before a process is started
-    defaults, changes = default_params(folder, arguments.generation_config)
+    defaults, changes = default_params(
+        folder, arguments.generation_config, arguments.override_generation_config
+    )
+    try:
+        variables = check_variables(arguments.default_chat_template_kwargs)
+    except RequestError as error:
+        raise ConfigError(f"default-chat-template-kwargs: {error.reason}") from None
     configure_logging(arguments.log_format, verbose=arguments.verbose)
     for change in changes if arguments.verbose else ():
         LOG.info("%s", change)
@@ -98,6 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         defaults,
         _format(arguments.tool_call_parser, tokenizer, template),
         template,
+        variables,
         keys,
         arguments.max_body_size,
         draw_seeds=not arguments.fixed_seed,

@@ -539,7 +539,7 @@ CHAT_BAD = [
     (dict(prompt_logprobs=1), "prompt_logprobs"),
     (dict(return_token_ids=True), "return_token_ids"),
     (dict(use_beam_search=True), "use_beam_search"),
-    (dict(documents=[{"text": "x"}]), "documents"),
+    (dict(documents=["x"]), "documents"),
     (dict(guided_json={"type": "object"}), "guided_json"),
     (dict(tools=[{"type": "function", "function": {"name": "f", "parameters": []}}]), "tools"),
     (
@@ -1396,7 +1396,7 @@ IN_CHATS = COMMON | {
     "messages": st.lists(MESSAGE, max_size=3) | ANY, "tools": st.lists(TOOL, max_size=2) | ANY,
     "tool_choice": CHOICE | ANY, "logprobs": st.booleans(),
     "top_logprobs": NUMBER, "n": st.integers(-1, 4), "max_tokens": st.integers(-1, 3),
-    "chat_template_kwargs": ANY, "parallel_tool_calls": st.booleans() | ANY,
+    "chat_template_kwargs": ANY, "documents": ANY, "parallel_tool_calls": st.booleans() | ANY,
     "reasoning_effort": ANY, "modalities": ANY, "max_completion_tokens": st.integers(-1, 3),
     "continue_final_message": st.booleans(), "add_generation_prompt": st.booleans(),
 }  # fmt: skip

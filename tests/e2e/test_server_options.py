@@ -6,14 +6,19 @@ import sys
 import time
 
 import httpx
+import openai
 import pytest
 
 from .server_process import served
 
 FLAGS = [
     "--backend", "torch", "--device", "cpu", "--dtype", "float32", "--max-model-len", "128",
-    "--chat-template", "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
-    "--api-key", "k", "--allowed-origins", '["https://chat.example"]',
+    "--chat-template", "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{{ who }}{{ enable_thinking }}{% for d in documents or [] %}[{{ d.text }}]{% endfor %}",
+    "--default-chat-template-kwargs", '{"who": "me", "enable_thinking": false}',
+    "--override-generation-config", '{"max_new_tokens": 7, "temperature": 0}',
+    "--api-key", "k", "other", "--allowed-origins", '["https://chat.example"]',
+    "--served-model-name", "one", "two",
 ]  # fmt: skip
 TURNS = [{"role": "user", "content": "x = 1"}]
 
@@ -64,12 +69,48 @@ def test_a_server_whose_words_nobody_reads_serves_on(closed, tmp_path):
             assert server.wait(30) == 0
 
 
-def test_chats_are_rendered_by_the_template_that_is_given(client):
-    chat = client.post("/tokenize", json={"messages": TURNS}).json()["tokens"]
-    text = {"prompt": "<user>x = 1", "add_special_tokens": False}
+@pytest.mark.parametrize(
+    ("more", "prompt"),
+    [
+        ({}, "<user>x = 1meFalse"),
+        ({"chat_template_kwargs": {"who": "you"}}, "<user>x = 1youFalse"),
+        ({"reasoning_effort": "high"}, "<user>x = 1meTrue"),
+        ({"documents": [{"text": "a"}, {"text": "b"}]}, "<user>x = 1meFalse[a][b]"),
+    ],
+)
+def test_chats_are_rendered_by_the_template_that_is_given(more, prompt, client):
+    chat = client.post("/tokenize", json={"messages": TURNS} | more).json()["tokens"]
+    text = {"prompt": prompt, "add_special_tokens": False}
     assert chat == client.post("/tokenize", json=text).json()["tokens"]
-    answer = client.post("/v1/chat/completions", json={"messages": TURNS, "max_tokens": 1})
-    assert answer.json()["usage"]["prompt_tokens"] == len(chat)
+    body = {"messages": TURNS, "max_tokens": 1} | more
+    answer = client.post("/v1/chat/completions", json=body).json()
+    assert answer["usage"]["prompt_tokens"] == len(chat)
+
+
+def test_what_no_request_says_is_as_the_server_was_told(client):
+    body = {"ignore_eos": True}
+    for path, said in (
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": TURNS}),
+    ):
+        answers = [client.post(path, json=body | said).json() for _ in range(2)]
+        assert answers[0]["choices"] == answers[1]["choices"]
+        assert answers[0]["usage"]["completion_tokens"] == 7
+        more = client.post(path, json=body | said | {"max_tokens": 9}).json()
+        assert more["usage"]["completion_tokens"] == 9
+
+
+def test_all_names_and_keys_are_taken(server):
+    for key, status in (("k", 200), ("other", 200), ("k other", 401)):
+        with server.client(headers={"authorization": f"Bearer {key}"}) as client:
+            assert client.get("/v1/models").status_code == status
+    with server.openai(api_key="other") as client:
+        assert [model.id for model in client.models.list()] == ["one", "two"]
+        for name in ("one", "two"):
+            assert client.models.retrieve(name).id == name
+            assert client.completions.create(model=name, prompt="x").model == name
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="demo", prompt="x")
 
 
 def test_a_page_of_another_origin_reads_a_stream_as_it_comes(client):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from twinfer.serving import other_flags, parser
 from twinfer.serving.cli import _parser
 from twinfer.serving.flags import (
     ENGINE,
@@ -178,7 +179,7 @@ def test_the_flag_that_was_meant(unknown, flag):
 
 def test_the_servers_flag_that_was_meant():
     flags = LEAVES["serve"].flags
-    assert nearest("--reasoning-parser", flags) == "--tool-call-parser"
+    assert "--tool-call-parser" in other_flags.ELSEWHERE["--reasoning-parser"]
     assert nearest("--uvicorn-log-level", flags) is None
 
 
@@ -266,3 +267,64 @@ def test_prompts_stay_in_the_order_in_which_they_were_typed(tmp_path):
     assert read_prompts(arguments.prompts) == [[1, 2], "b", "c", "", "d\x0c", "e", [3]]
     again, _ = parse("generate", "--prompt", "x")
     assert read_prompts(again.prompts) == ["x"]
+
+
+ELSEWHERE = """
+    --tokenizer --tokenizer-mode --revision --hf-token --download-dir --trust-remote-code --seed -q
+    --limit-mm-per-prompt --enable-lora --speculative-config --swap-space --cpu-offload-gb
+    --pipeline-parallel-size -pp --enable-expert-parallel --reasoning-parser --max-log-len
+    --enable-auto-tool-choice --chat-template-content-format --trust-request-chat-template
+    --response-role --middleware --ssl-ca-certs --uvicorn-log-level --disable-log-stats
+    --enable-log-requests --disable-log-requests --disable-uvicorn-access-log --max-logprobs
+    --enable-prompt-tokens-details --enable-force-include-usage --api-server-count --headless
+    --data-parallel-address --nnodes --calculate-kv-scales --max-seq-len-to-capture --config
+    --guided-decoding-backend --structured-outputs-config --num-scheduler-steps --task --runner
+    --disable-custom-all-reduce --attention-backend --max-num-partial-prefills --h11-max-header-count
+    --enable-request-id-headers --return-tokens-as-token-ids --kv-transfer-config -O
+    --tool-parser-plugin --tool-server --hf-overrides --model-impl --mem-fraction-static --tp-size
+    --context-length --chunked-prefill-size --disable-radix-cache --model-path --log-level
+""".split()
+"""Flags in command lines of vLLM and SGLang that are none of ours."""
+HERE = """
+    --host --port --uds --api-key --served-model-name --ssl-keyfile --ssl-certfile --root-path
+    --allowed-origins --allowed-methods --allowed-headers --allow-credentials --chat-template
+    --default-chat-template-kwargs --generation-config --override-generation-config
+    --tool-call-parser --dtype --quantization --load-format --max-model-len --max-num-seqs
+    --max-num-batched-tokens --gpu-memory-utilization --kv-cache-memory-bytes --kv-cache-dtype
+    --block-size --num-gpu-blocks-override --enable-prefix-caching --no-enable-prefix-caching
+    --enable-chunked-prefill --scheduling-policy --async-scheduling --enforce-eager
+    --compilation-config --tensor-parallel-size -tp --data-parallel-size -dp --device
+    --distributed-executor-backend --otlp-traces-endpoint --max-num-queued-reqs
+""".split()
+"""Those that are."""
+
+
+def test_flags_of_vllm_are_taken_or_answered(capsys):
+    """No guess by letters, and nothing named that no command has."""
+    serve = LEAVES["serve"]
+    known = set(serve._option_string_actions)
+    every = known.union(*(leaf._option_string_actions for leaf in LEAVES.values()))
+    assert set(HERE) <= known
+    for flag in ELSEWHERE:
+        with pytest.raises(SystemExit):
+            serve.refuse(flag)
+        said = capsys.readouterr().err
+        words = other_flags.ELSEWHERE.get(flag)
+        answer = (
+            f"; did you mean {parser.OTHER_NAMES.get(flag)}?" if words is None else f": {words}"
+        )
+        assert said == f"twinfer serve: error: unknown argument {flag}{answer}\n"
+    for flag, words in other_flags.ELSEWHERE.items():
+        assert flag not in known
+        named = set(re.findall(r"--[a-z][a-z-]+", words)) - {"--revision", "--local-dir"}
+        assert named <= every, flag
+    assert set(other_flags.OTHER_NAMES.values()) <= known
+
+
+def test_values_of_vllm_are_answered(capsys):
+    for (flag, value), words in other_flags.OTHER_VALUES.items():
+        with pytest.raises(SystemExit):
+            parse("serve", "demo", flag, value)
+        assert f"got {value}; {words}" in capsys.readouterr().err
+        if words.startswith("say "):
+            parse("serve", "demo", flag, words.removeprefix("say "))

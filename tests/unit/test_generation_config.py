@@ -73,3 +73,25 @@ def test_unknown_sources_and_broken_files(tmp_path):
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(ModelError, match="is not a JSON object"):
         default_params(tmp_path)
+
+
+def test_fields_that_go_before_those_of_the_file(tmp_path):
+    write(tmp_path, temperature=0.6, top_k=20)
+    over = {"temperature": 0.7, "max_new_tokens": 99, "top_p": None}
+    params, changes = default_params(tmp_path, "auto", over)
+    assert params == SamplingParams(temperature=0.7, top_k=20, max_tokens=99)
+    assert [str(change) for change in changes] == [
+        "temperature: 1.0 -> 0.7 (override-generation-config)",
+        "top_k: 0 -> 20 (generation_config.json)",
+        "max_tokens: 16 -> 99 (override-generation-config)",
+    ]
+    alone = SamplingParams(temperature=0.7, max_tokens=99)
+    assert default_params(tmp_path, "none", over)[0] == alone
+    for wrong, words in (
+        ({"temp": 1}, "override-generation-config: has temp, allowed are temperature, top_p"),
+        ({"top_p": 7}, "override-generation-config: top_p: got 7, allowed is a number"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            default_params(tmp_path, "auto", wrong)
+        assert str(refused.value).startswith(words)
+        assert "--generation-config none" not in str(refused.value)
