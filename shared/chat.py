@@ -29,6 +29,8 @@ MAX_DEPTH = 32
 """How deeply tool calls and schemas may nest."""
 MAX_OUTPUT = 8 << 20
 """Characters of a rendered prompt; no context is that long."""
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Kinds of parts of a content that are text, and which field has it."""
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 END_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -198,6 +200,8 @@ def _checked_message(where: str, message: Any) -> dict[str, Any]:
         raise RequestError(where, f"has a key that is not text: {show(list(message))}")
     # Clients send null for what they do not use, and templates test whether a key is there.
     present = {str.__str__(key): value for key, value in message.items() if value is not None}
+    if "content" not in present and "refusal" in present:
+        present["content"] = present["refusal"]
     if "content" not in present and not present.keys() & {"tool_calls", *REASONING}:
         raise RequestError(f"{where}.content", "is missing, must be text or a list of text parts")
     plain = {
@@ -217,9 +221,10 @@ def _text(where: str, content: Any) -> str:
         raise RequestError(where, f"got {show(content)}, must be text or a list of text parts")
     texts = []
     for index, part in enumerate(content):
-        text = (
-            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
-        )
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part
+        if isinstance(kind, str) and kind in TEXT_PARTS:
+            text = part.get(TEXT_PARTS[kind])
         if not isinstance(text, str):
             raise RequestError(
                 f"{where}[{index}]",

@@ -113,14 +113,22 @@ class Words:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def chat(self, tokens: list[int], scores: list[TokenLogprobs], count: int) -> dict[str, Any]:
+    def chat(
+        self,
+        tokens: list[int],
+        scores: list[TokenLogprobs],
+        count: int,
+        *,
+        as_ids: bool = False,
+    ) -> dict[str, Any]:
         """Log-probabilities of a chat's tokens, with the `count` best of each place."""
         return {
             "content": [
-                self._entry(token, best[token].logprob)
+                self._entry(token, best[token].logprob, as_ids)
                 | {
                     "top_logprobs": [
-                        self._entry(other, entry.logprob) for other, entry in top(best, count)
+                        self._entry(other, entry.logprob, as_ids)
+                        for other, entry in top(best, count)
                     ]
                 }
                 for token, best in zip(tokens, scores, strict=True)
@@ -128,10 +136,10 @@ class Words:
             "refusal": None,
         }
 
-    def _entry(self, token: int, value: float) -> dict[str, Any]:
+    def _entry(self, token: int, value: float, as_id: bool) -> dict[str, Any]:
         raw = self.bytes_of(token)
         return {
-            "token": raw.decode("utf-8", "replace"),
+            "token": self.name(token, as_id=True) if as_id else raw.decode("utf-8", "replace"),
             "logprob": value,
             "bytes": list(raw),
         }
@@ -210,7 +218,11 @@ def top(best: TokenLogprobs, count: int, taken: int | None = None) -> list[tuple
 
 
 class ChatAnswer:
-    """The answer to one chat, whole or in pieces. `parsers` make one for each completion."""
+    """The answer to one chat, whole or in pieces. `parsers` make one for each completion.
+
+    `reasoning`: whether it is told. `as_ids`: tokens are named by their ids. With `prompt_ids`,
+    they and the ids of what is told stand beside the texts.
+    """
 
     def __init__(
         self,
@@ -221,7 +233,14 @@ class ChatAnswer:
         scores: int | None,
         parsers: Callable[[], OutputParser],
         think_end: int | None,
+        *,
+        reasoning: bool = True,
+        as_ids: bool = False,
+        prompt_ids: list[int] | None = None,
     ) -> None:
+        self._reasoning = reasoning
+        self._as_ids = as_ids
+        self._prompt_ids = prompt_ids
         self._head = {"id": name, "created": created, "model": model}
         self._words = words
         self._scores = scores
@@ -237,10 +256,13 @@ class ChatAnswer:
                 **self._message(news),
                 "stop_reason": news.stop_reason,
                 "logprobs": self._logprobs(news.token_ids, news.logprobs),
+                **self._ids(news),
             }
             for news in live.news()
         ]
         head = self._head | {"object": "chat.completion"}
+        if self._prompt_ids is not None:
+            head["prompt_token_ids"] = self._prompt_ids
         return head | {"choices": choices, "usage": self._usage(live)}
 
     def _message(self, news: News) -> dict[str, Any]:
@@ -266,13 +288,17 @@ class ChatAnswer:
                 reason = part.reason
             elif (delta := _delta(part)) is not None:
                 deltas.append(delta)
-        scores = self._logprobs(news.token_ids, news.logprobs)
-        if scores is not None and len(deltas) == int(news.first):
+        scores, ids = self._logprobs(news.token_ids, news.logprobs), self._ids(news)
+        if (scores is not None or ids) and len(deltas) == int(news.first):
             deltas.append({"content": ""})  # their text is still held back
         found = [
             self._piece(news.index, delta, scores if last else None, None)
             for last, delta in zip(_lasts(deltas), deltas, strict=True)
         ]
+        if ids:
+            found[-1]["choices"][0] |= ids
+            if news.first:
+                found[0]["prompt_token_ids"] = self._prompt_ids
         if reason is not None:
             found.append(self._piece(news.index, {}, None, reason))
             found[-1]["choices"][0]["stop_reason"] = news.stop_reason
@@ -282,7 +308,13 @@ class ChatAnswer:
         parser = self._parsers.get(news.index)
         if parser is None:
             parser = self._parsers[news.index] = self._new_parser()
-        return read_news(parser, news)
+        events = read_news(parser, news)
+        if self._reasoning:
+            return events
+        return [one for one in events if not isinstance(one, ReasoningText)]
+
+    def _ids(self, news: News) -> dict[str, Any]:
+        return {} if self._prompt_ids is None else {"token_ids": news.token_ids}
 
     def usage(self, live: Live) -> dict[str, Any]:
         """The last piece of a stream that was asked for it."""
@@ -308,7 +340,7 @@ class ChatAnswer:
     def _logprobs(self, tokens: list[int], scores: list[TokenLogprobs] | None) -> Any:
         if self._scores is None or scores is None:
             return None
-        return self._words.chat(tokens, scores, self._scores)
+        return self._words.chat(tokens, scores, self._scores, as_ids=self._as_ids)
 
 
 def read_news(parser: OutputParser, news: News) -> list[Event]:

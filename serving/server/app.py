@@ -280,12 +280,16 @@ class Server:
             (chat.top_logprobs or 0) if chat.logprobs else None,
             new_parser,
             self._think_end,
+            reasoning=chat.include_reasoning is not False,
+            as_ids=bool(chat.return_tokens_as_token_ids),
+            prompt_ids=live.prompt_ids if chat.return_token_ids else None,
         )
         if chat.stream:
             pieces = piece_events(
                 [live],
                 lambda place, live, news: answer.pieces(news),
                 (lambda: answer.usage(live)) if chat.wants_usage else None,
+                always=chat.wants_usage_always,
             )
             return await self._stream(request, [live], pieces)
         await self._whole(request, [live])
@@ -424,6 +428,7 @@ class Server:
                 lives,
                 lambda *news: [answer.piece(*news)],
                 (lambda: answer.usage(lives)) if body.wants_usage else None,
+                always=body.wants_usage_always,
             )
             return await self._stream(request, lives, pieces)
         await self._whole(request, lives)

@@ -66,17 +66,21 @@ async def piece_events(
     lives: Sequence[Live],
     pieces: Callable[[int, Live, News], list[dict[str, Any]]],
     usage: Callable[[], dict[str, Any]] | None,
+    *,
+    always: bool = False,
 ) -> AsyncGenerator[bytes, None]:
     """The stream of a chat or a completion. `pieces` makes them of what is new for a request and
-    its place among `lives`; `usage`: of the last event, where it was asked for. An error ends the
-    stream with an event of its own.
+    its place among `lives`; `usage`: of the last event, where it was asked for, and `always` in
+    each. An error ends the stream with an event of its own.
     """
-    # As OpenAI has it: who asks for the usage gets the field in every event.
-    extra: dict[str, Any] = {} if usage is None else {"usage": None}
+
+    def extra() -> dict[str, Any]:
+        # As OpenAI has it: who asks for the usage gets the field in every event.
+        return {} if usage is None else {"usage": usage()["usage"] if always else None}
 
     def take() -> Iterator[bytes]:
         return (
-            event(piece | extra)
+            event(piece | extra())
             for place, live in enumerate(lives)
             for news in live.news()
             for piece in pieces(place, live, news)

@@ -107,6 +107,8 @@ class Generation(BaseModel):
     response_format: dict[str, Any] | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @property
     def unknown(self) -> list[str]:
@@ -125,6 +127,13 @@ class Generation(BaseModel):
         """Whether the last event of a stream says how many tokens there were."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def wants_usage_always(self) -> bool:
+        """Whether every event of a stream says so."""
+        return self.wants_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
     def check(self) -> None:
         """Raise RequestError for a field that cannot be had, and for options without a stream."""
         for name, why in self.refused.items():
@@ -140,9 +149,9 @@ class Generation(BaseModel):
         if self.stream_options is not None:
             if not self.stream:
                 raise RequestError("stream_options", "is allowed only with stream: true")
-            if self.stream_options.continuous_usage_stats:
+            if self.stream_options.continuous_usage_stats and not self.wants_usage:
                 raise RequestError(
-                    "stream_options.continuous_usage_stats", "is not supported; ask include_usage"
+                    "stream_options.continuous_usage_stats", "needs include_usage: true"
                 )
 
     def check_lists(self, prompts: int) -> None:
@@ -224,8 +233,6 @@ class CompletionRequest(Generation):
     echo: bool | None = None
     best_of: int | None = None
     add_special_tokens: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    return_token_ids: bool | None = None
 
     def check(self) -> None:
         """As `Generation.check`."""
@@ -286,8 +293,6 @@ class ChatRequest(Generation):
     refused: ClassVar[Mapping[str, str]] = ELSEWHERE | {
         "echo": "is for completions; see continue_final_message",
         "prompt_logprobs": "is for completions",
-        "return_token_ids": "is for completions",
-        "return_tokens_as_token_ids": "is for completions",
         "audio": "this server gives text",
         "prediction": "is not supported",
         "moderation": "this server moderates nothing",
@@ -305,7 +310,11 @@ class ChatRequest(Generation):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+    include_reasoning: bool | None = None
+    """False: reasoning is left out of the answer."""
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None

@@ -537,7 +537,6 @@ CHAT_BAD = [
     (dict(chat_template="{{ 1 }}"), "chat_template"),
     (dict(echo=True), "echo"),
     (dict(prompt_logprobs=1), "prompt_logprobs"),
-    (dict(return_token_ids=True), "return_token_ids"),
     (dict(use_beam_search=True), "use_beam_search"),
     (dict(documents=["x"]), "documents"),
     (dict(guided_json={"type": "object"}), "guided_json"),
@@ -676,6 +675,54 @@ def test_what_a_stream_cannot_tell_is_named(server):
         answer = client.post("/v1/completions", json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "stream_options.continuous_usage_stats"
+
+
+def test_usage_in_every_event(server):
+    """Rising to that of the last one, which stands alone."""
+    body = {"max_tokens": 6, "ignore_eos": True, "stream": True, "n": 2}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    with server.client() as client:
+        for path, said in (
+            ("completions", {"prompt": "x"}),
+            ("chat/completions", {"messages": MESSAGES}),
+        ):
+            answer = client.post(f"/v1/{path}", json=body | said | {"stream_options": options})
+            events = [json.loads(line[6:]) for line in answer.text.split("\n\n")[:-2]]
+            counts = [event["usage"]["completion_tokens"] for event in events]
+            assert counts == sorted(counts)
+            assert counts[-1] == 12
+            assert counts[0] < 12
+            assert not events[-1]["choices"]
+
+
+def test_a_chat_in_token_ids(server, llm):
+    body = {"messages": MESSAGES, "max_tokens": 9, "temperature": 0, "ignore_eos": True, "n": 2}
+    body |= {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": True}
+    (prompt,) = llm.chat_prompts(MESSAGES)
+    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    (output,) = llm.generate([prompt], params, progress=False)
+    ids = list(output.outputs[0].token_ids)
+    with server.client() as client:
+        whole = client.post("/v1/chat/completions", json=body | {"top_logprobs": 1}).json()
+        assert whole["prompt_token_ids"] == prompt["prompt_token_ids"]
+        for choice in whole["choices"]:
+            assert choice["token_ids"] == ids
+            entries = choice["logprobs"]["content"]
+            assert [entry["token"] for entry in entries] == [f"token_id:{i}" for i in ids]
+            assert [entry["top_logprobs"][0]["token"] for entry in entries] == [
+                f"token_id:{i}" for i in ids
+            ]
+        answer = client.post("/v1/chat/completions", json=body | {"stream": True})
+        events = [json.loads(line[6:]) for line in answer.text.split("\n\n")[:-2]]
+        assert events[0]["prompt_token_ids"] == prompt["prompt_token_ids"]
+        for index in range(2):
+            told = [c for event in events for c in event["choices"] if c["index"] == index]
+            assert [i for choice in told for i in choice.get("token_ids", [])] == ids
+        plain = client.post(
+            "/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1}
+        ).json()
+        assert "prompt_token_ids" not in plain
+        assert "token_ids" not in plain["choices"][0]
 
 
 LIGHT = {
@@ -1397,7 +1444,7 @@ IN_CHATS = COMMON | {
     "tool_choice": CHOICE | ANY, "logprobs": st.booleans(),
     "top_logprobs": NUMBER, "n": st.integers(-1, 4), "max_tokens": st.integers(-1, 3),
     "chat_template_kwargs": ANY, "documents": ANY, "parallel_tool_calls": st.booleans() | ANY,
-    "reasoning_effort": ANY, "modalities": ANY, "max_completion_tokens": st.integers(-1, 3),
+    "include_reasoning": st.booleans(), "reasoning_effort": ANY, "modalities": ANY, "max_completion_tokens": st.integers(-1, 3),
     "continue_final_message": st.booleans(), "add_generation_prompt": st.booleans(),
 }  # fmt: skip
 IN_RESPONSES = COMMON | {

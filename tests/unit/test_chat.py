@@ -526,3 +526,21 @@ def test_templates_that_are_none_are_refused_at_the_start(given, says, tmp_path)
         read_template(given)
     assert says in str(error.value)
     assert len(str(error.value)) < 400
+
+
+def test_what_other_calls_name_text_is_text():
+    """Turns of a response, and refusals, which clients send back as they got them."""
+    parts = [
+        {"type": "input_text", "text": "a"},
+        {"type": "output_text", "text": "b"},
+        {"type": "refusal", "refusal": "c"},
+    ]
+    show_all = "{% for m in messages %}{{ m.content }};{% endfor %}"
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "refusal": "no"},
+    ]
+    assert render_chat(tokenizer(show_all), messages) == "a\nb\nc;no;"
+    for part in ({"type": "refusal", "text": "x"}, {"type": ["text"], "text": "x"}, {"text": "x"}):
+        with pytest.raises(RequestError, match=r"content\[0\]"):
+            render_chat(tokenizer(show_all), [{"role": "user", "content": [part]}])

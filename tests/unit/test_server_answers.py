@@ -31,7 +31,7 @@ CALLS = (
 )
 
 
-def answered(text, *, step, names=("read", "now"), scores=None, form="qwen"):
+def answered(text, *, step, names=("read", "now"), scores=None, form="qwen", **options):
     """The whole answer to a chat whose completion is `text`, and the pieces of its stream."""
     ids = TOKENIZER.encode(text)
 
@@ -39,7 +39,7 @@ def answered(text, *, step, names=("read", "now"), scores=None, form="qwen"):
         live = Live([1], [SamplingParams(max_tokens=999, logprobs=scores)], TOKENIZER)
         answer = ChatAnswer(
             "chatcmpl-1", "m", 1, Words(TOKENIZER), scores,
-            lambda: OutputParser(FORMATS[form], None, "", names), None,
+            lambda: OutputParser(FORMATS[form], None, "", names), None, **options,
         )  # fmt: skip
         return live, answer
 
@@ -244,3 +244,22 @@ def test_what_a_response_cannot_have_is_named(change, field):
     with pytest.raises(RequestError) as error:
         read()
     assert error.value.field == field
+
+
+@pytest.mark.parametrize("step", [1, 99])
+def test_reasoning_that_nobody_wants_is_left_out(step):
+    """And nothing else: tokens are counted, and have their ids."""
+    whole, pieces = answered(
+        THINKING + "It is.", step=step, reasoning=False, prompt_ids=[1], scores=0
+    )
+    (choice,) = whole["choices"]
+    message = choice["message"]
+    assert message["content"] == "It is."
+    assert not message.keys() & {"reasoning", "reasoning_content"}
+    assert whole["usage"]["completion_tokens"] == len(choice["token_ids"])
+    told = [piece["choices"][0] for piece in pieces]
+    assert "".join(one["delta"].get("content") or "" for one in told) == "It is."
+    assert not any("reasoning" in one["delta"] for one in told)
+    assert [i for one in told for i in one.get("token_ids", [])] == choice["token_ids"]
+    scored = [entry for one in told for entry in (one["logprobs"] or {"content": []})["content"]]
+    assert len(scored) == len(choice["token_ids"])
