@@ -85,9 +85,11 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     )
     g.add_argument(
         "--root-path",
+        type=_prefix,
         default="",
         metavar="PATH",
-        help="prefix that a proxy cuts off (default: none)",
+        help="prefix under which a proxy shows this server, whether it cuts it off or not (default: "
+        "none)",
     )
     for flag, what, kind, usual in (
         ("--allowed-origins", "origins of web pages that may read the answers", _ORIGIN, "none"),
@@ -205,6 +207,12 @@ def port_number(text: str) -> int:
     if not text.isdigit() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"got {text}, allowed is 0 to 65535")
     return int(text)
+
+
+def _prefix(text: str) -> str:
+    if text and not text.startswith("/"):
+        raise argparse.ArgumentTypeError(f"got {text}, allowed is a path such as /llm")
+    return text.rstrip("/")
 
 
 def _seconds(text: str) -> float:

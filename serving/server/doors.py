@@ -62,6 +62,12 @@ class Doors:
             return
         scope["twinfer.id"] = secrets.token_hex(8)
         scope["twinfer.lives"] = []
+        # uvicorn puts the prefix that a proxy has cut off before each path again: here it is there
+        # twice if the proxy has left it.
+        root = scope.get("root_path", "")
+        asked = scope["path"].removeprefix(root)
+        if root and f"{asked}/".startswith(f"{root}/"):
+            scope["path"] = asked
         name, status, start = _name(scope), 499, time.monotonic()
         scope["twinfer.name"] = name.decode()
 
@@ -86,7 +92,6 @@ class Doors:
 
     async def _enter(self, scope: Scope, receive: Receive, named: Send) -> None:
         salt = self._salt(scope)
-        # As the client has asked: uvicorn puts the prefix that a proxy has cut off before it again.
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if salt is None and path not in self._open:
             body = error_body(

@@ -18,7 +18,7 @@ FLAGS = [
     "--default-chat-template-kwargs", '{"who": "me", "enable_thinking": false}',
     "--override-generation-config", '{"max_new_tokens": 7, "temperature": 0}',
     "--api-key", "k", "other", "--allowed-origins", '["https://chat.example"]',
-    "--served-model-name", "one", "two",
+    "--served-model-name", "one", "two", "--root-path", "/llm/",
 ]  # fmt: skip
 TURNS = [{"role": "user", "content": "x = 1"}]
 
@@ -124,3 +124,23 @@ def test_a_page_of_another_origin_reads_a_stream_as_it_comes(client):
     del client.headers["authorization"]
     assert client.options("/v1/completions", headers=asked).status_code == 200
     assert client.post("/v1/completions", json=body, headers=headers).status_code == 401
+
+
+def test_a_proxy_may_leave_its_prefix(server):
+    with server.client() as client:
+        for path, status in (
+            ("/health", 200),
+            ("/llm/health", 200),
+            ("/llm", 401),
+            ("/llm/llm/health", 401),
+            ("/v1/models", 401),
+            ("/llm/v1/models", 401),
+            ("/", 200),
+            ("/llm/", 200),
+        ):
+            assert client.get(path).status_code == status, path
+        headers = {"authorization": "Bearer k"}
+        models = [client.get(f"{root}/v1/models", headers=headers).json() for root in ("", "/llm")]
+        assert models[0] == models[1]
+        assert models[0]["data"]
+        assert client.get("/llm", headers=headers).status_code == 404

@@ -429,10 +429,16 @@ def test_doors_ask_before_anything_is_read():
     assert sent[0]["status"] == 401
 
 
+@pytest.mark.parametrize("cuts", [True, False])
 @pytest.mark.parametrize("root", ["", "/llm", "/llm/v1"])
-@pytest.mark.parametrize(("path", "is_open"), [("/health", True), ("/", True), ("/llm", False)])
-def test_open_paths_are_those_that_a_proxy_passes_on(root, path, is_open):
-    """uvicorn puts the prefix that a proxy has cut off before each path again."""
+@pytest.mark.parametrize(
+    ("path", "is_open"),
+    [("/health", True), ("/", True), ("/llmx", False), ("/health/x", False), ("/v1/models", False)],
+)
+def test_open_paths_are_those_that_a_proxy_passes_on(root, path, is_open, cuts):
+    """uvicorn puts the prefix that a proxy has cut off before each path again, also where one has
+    left it there.
+    """
     sent = []
 
     async def app(scope, receive, send):
@@ -441,7 +447,8 @@ def test_open_paths_are_those_that_a_proxy_passes_on(root, path, is_open):
     async def send(message):
         sent.append(message)
 
-    scope = {"type": "http", "path": root + path, "root_path": root, "headers": []}
+    path = root + (path if cuts else root + path)
+    scope = {"type": "http", "path": path, "root_path": root, "headers": []}
     asyncio.run(Doors(app, keys=["one"], max_body=10, open_paths=["/"])(scope, never, send))
     assert sent[0]["status"] == (200 if is_open else 401)
 
