@@ -88,7 +88,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         type=_prefix,
         default="",
         metavar="PATH",
-        help="prefix under which a proxy shows this server, whether it cuts it off or not (default: "
+        help="prefix under which a proxy shows this server, and cuts it off or leaves it (default: "
         "none)",
     )
     for flag, what, kind, usual in (

@@ -38,6 +38,18 @@ class Metrics:
         self._whole = self._seconds(
             "e2e_request_latency_seconds", "from a request to its last token"
         )
+        self._queue = self._seconds(
+            "request_queue_time_seconds", "from a request to its place in the batch"
+        )
+        self._prefill = self._seconds(
+            "request_prefill_time_seconds", "from its place in the batch to its first token"
+        )
+        self._decode = self._seconds(
+            "request_decode_time_seconds", "from its first token to its last"
+        )
+        self._inference = self._seconds(
+            "request_inference_time_seconds", "from its place in the batch to its last token"
+        )
         self._prompts = self._tokens("request_prompt_tokens", "tokens of a prompt")
         self._outputs = self._tokens("request_generation_tokens", "tokens of a completion")
         self._ended = self._counter(
@@ -77,6 +89,11 @@ class Metrics:
         if first is None or last is None:
             return
         self._whole.observe(last - live.created)
+        begun = min(at for at in (*live.begun, first) if at is not None)
+        self._queue.observe(begun - live.created)
+        self._prefill.observe(first - begun)
+        self._decode.observe(last - first)
+        self._inference.observe(last - begun)
         most = max(len(output.token_ids) for output in live.outputs)
         if most > 1:
             self._per_token.observe((last - first) / (most - 1))

@@ -27,6 +27,7 @@ from twinfer.serving.server.fields import (
 )
 from twinfer.serving.server.live import Live
 from twinfer.serving.server.logs import JsonFormatter
+from twinfer.serving.server.metrics import Metrics
 from twinfer.serving.server.streams import EventStream
 from twinfer.serving.server.traces import Traces
 from twinfer.shared.engine import Logprob, Update
@@ -577,3 +578,29 @@ def test_tokens_that_are_no_text_have_names_of_their_own():
     assert words.name(3, as_id=True) == "token_id:3"
     assert words.text(0) == "\ufffd"
     assert words.bytes_of(3) == b""
+
+
+def test_the_time_of_a_request_is_divided():
+    """Its parts add up to the whole, and are told once, however many completions there are."""
+    metrics = Metrics()
+    live = Live([1], [SamplingParams(max_tokens=3)] * 2, None)
+    live.created = 100.0
+    live.begin(1, 102.0)
+    live.begin(0, 103.0)
+    for now in (107.0, 109.0, 117.0):
+        for index in range(2):
+            reason = FinishReason.LENGTH if now == 117.0 else None
+            live.take(index, Update(str(index), (5,), reason))
+        metrics.tokens(live, 2, now)
+    metrics.end(live)
+    told = metrics.text().decode()
+    for name, seconds in (
+        ("request_queue_time_seconds", 2.0),
+        ("request_prefill_time_seconds", 5.0),
+        ("request_decode_time_seconds", 10.0),
+        ("request_inference_time_seconds", 15.0),
+        ("e2e_request_latency_seconds", 17.0),
+        ("time_to_first_token_seconds", 7.0),
+    ):
+        assert f"twinfer:{name}_sum {seconds}\n" in told
+        assert f"twinfer:{name}_count 1.0\n" in told
