@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ...shared.errors import RequestError
 from ...shared.json_depth import MAX_DEPTH, nests_too_deep
-from ...shared.models.fields import show
+from ...shared.models.fields import quoted, show
 from ...shared.request_checks import MAX_PRIORITY
 from ...shared.sampling_kinds import Temperature
 from ...shared.sampling_params import SamplingParams
@@ -567,7 +567,7 @@ def read_fields(kind: type[BaseModel], body: Any) -> Any:
         # Of a field that may be several things, the complaint about the likeliest one.
         first = error.errors(include_url=False, include_context=False)[0]
         field = _field(first["loc"])
-        got = "" if first["type"] == "missing" else f"got {show(first.get('input'))}; "
+        got = "" if first["type"] == "missing" else f"got {quoted(first.get('input'))}; "
         raise RequestError(field, f"{got}{first['msg'].lower()}") from None
 
 

@@ -604,3 +604,18 @@ def test_the_time_of_a_request_is_divided():
     ):
         assert f"twinfer:{name}_sum {seconds}\n" in told
         assert f"twinfer:{name}_count 1.0\n" in told
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"max_tokens": "5"}, 'max_tokens: got "5"; input should be a valid integer'),
+        ({"temperature": "0.5"}, 'temperature: got "0.5"; input should be a valid number'),
+        ({"stream": "true"}, 'stream: got "true"; input should be a valid boolean'),
+        ({"max_tokens": True}, "max_tokens: got True; input should be a valid integer"),
+    ],
+)
+def test_a_text_where_a_number_is_expected_does_not_look_like_one(body, says):
+    with pytest.raises(RequestError) as refused:
+        read_fields(CompletionRequest, {"prompt": "x"} | body)
+    assert str(refused.value) == says
