@@ -97,7 +97,7 @@ _ANSWERS = (
         "--exclude-tools-when-tool-choice-none --use-v2-block-manager",
     ),
     ("each request asks: stream_options.include_usage", "--enable-force-include-usage"),
-    ("each completion asks: return_tokens_as_token_ids", "--return-tokens-as-token-ids"),
+    ("each request asks: return_tokens_as_token_ids", "--return-tokens-as-token-ids"),
     ("/metrics tells it; leave it out", "--enable-server-load-tracking"),
     ("an answer's role is assistant; leave it out", "--response-role"),
     ("contents reach a template as text; see --chat-template", "--chat-template-content-format"),

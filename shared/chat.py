@@ -205,7 +205,7 @@ def _checked_message(where: str, message: Any) -> dict[str, Any]:
     if "content" not in present and not present.keys() & {"tool_calls", *REASONING}:
         raise RequestError(f"{where}.content", "is missing, must be text or a list of text parts")
     plain = {
-        key: _text(f"{where}.content", value) if key == "content" else _plain(where, value)
+        key: content_text(f"{where}.content", value) if key == "content" else _plain(where, value)
         for key, value in present.items()
     }
     reasoning = next((plain[name] for name in REASONING if name in plain), None)
@@ -214,7 +214,8 @@ def _checked_message(where: str, message: Any) -> dict[str, Any]:
     return plain
 
 
-def _text(where: str, content: Any) -> str:
+def content_text(where: str, content: Any) -> str:
+    """The text of a message's content, which may be a list of parts. Raises RequestError."""
     if isinstance(content, str):
         return str.__str__(content)
     if not isinstance(content, Sequence) or isinstance(content, (bytes, bytearray)):

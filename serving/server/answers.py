@@ -220,8 +220,9 @@ def top(best: TokenLogprobs, count: int, taken: int | None = None) -> list[tuple
 class ChatAnswer:
     """The answer to one chat, whole or in pieces. `parsers` make one for each completion.
 
-    `reasoning`: whether it is told. `as_ids`: tokens are named by their ids. With `prompt_ids`,
-    they and the ids of what is told stand beside the texts.
+    `echoed` stands before the text of each completion. `reasoning`: whether it is told.
+    `prompt_scores`: how many log-probabilities of each token of the prompt. `as_ids`: tokens are
+    named by their ids. `with_ids`: ids stand beside the texts.
     """
 
     def __init__(
@@ -234,13 +235,17 @@ class ChatAnswer:
         parsers: Callable[[], OutputParser],
         think_end: int | None,
         *,
+        echoed: str = "",
+        prompt_scores: int | None = None,
         reasoning: bool = True,
         as_ids: bool = False,
-        prompt_ids: list[int] | None = None,
+        with_ids: bool = False,
     ) -> None:
+        self._echoed = echoed
+        self._prompt_scores = prompt_scores
         self._reasoning = reasoning
         self._as_ids = as_ids
-        self._prompt_ids = prompt_ids
+        self._with_ids = with_ids
         self._head = {"id": name, "created": created, "model": model}
         self._words = words
         self._scores = scores
@@ -260,9 +265,7 @@ class ChatAnswer:
             }
             for news in live.news()
         ]
-        head = self._head | {"object": "chat.completion"}
-        if self._prompt_ids is not None:
-            head["prompt_token_ids"] = self._prompt_ids
+        head = self._head | {"object": "chat.completion"} | self._prompt(live)
         return head | {"choices": choices, "usage": self._usage(live)}
 
     def _message(self, news: News) -> dict[str, Any]:
@@ -277,7 +280,18 @@ class ChatAnswer:
             told |= {"content": message.content or None, "tool_calls": calls}
         return {"message": told, "finish_reason": message.finish_reason}
 
-    def pieces(self, news: News) -> list[dict[str, Any]]:
+    def _prompt(self, live: Live) -> dict[str, Any]:
+        """What is told of the prompt."""
+        told: dict[str, Any] = {}
+        if self._with_ids:
+            told["prompt_token_ids"] = live.prompt_ids
+        if self._prompt_scores is not None and live.prompt_logprobs is not None:
+            told["prompt_logprobs"] = self._words.prompt(
+                live.prompt_ids, live.prompt_logprobs, self._prompt_scores
+            )
+        return told
+
+    def pieces(self, live: Live, news: News) -> list[dict[str, Any]]:
         """Objects chat.completion.chunk for what is new."""
         deltas: list[dict[str, Any]] = []
         if news.first:
@@ -297,8 +311,8 @@ class ChatAnswer:
         ]
         if ids:
             found[-1]["choices"][0] |= ids
-            if news.first:
-                found[0]["prompt_token_ids"] = self._prompt_ids
+        if news.first and not news.index:
+            found[0] |= self._prompt(live)
         if reason is not None:
             found.append(self._piece(news.index, {}, None, reason))
             found[-1]["choices"][0]["stop_reason"] = news.stop_reason
@@ -309,12 +323,14 @@ class ChatAnswer:
         if parser is None:
             parser = self._parsers[news.index] = self._new_parser()
         events = read_news(parser, news)
+        if news.first and self._echoed:
+            events.insert(0, ContentText(self._echoed))
         if self._reasoning:
             return events
         return [one for one in events if not isinstance(one, ReasoningText)]
 
     def _ids(self, news: News) -> dict[str, Any]:
-        return {} if self._prompt_ids is None else {"token_ids": news.token_ids}
+        return {"token_ids": news.token_ids} if self._with_ids else {}
 
     def usage(self, live: Live) -> dict[str, Any]:
         """The last piece of a stream that was asked for it."""

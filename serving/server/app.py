@@ -280,14 +280,16 @@ class Server:
             (chat.top_logprobs or 0) if chat.logprobs else None,
             new_parser,
             self._think_end,
+            echoed=chat.echoed,
+            prompt_scores=chat.prompt_logprobs,
             reasoning=chat.include_reasoning is not False,
             as_ids=bool(chat.return_tokens_as_token_ids),
-            prompt_ids=live.prompt_ids if chat.return_token_ids else None,
+            with_ids=bool(chat.return_token_ids),
         )
         if chat.stream:
             pieces = piece_events(
                 [live],
-                lambda place, live, news: answer.pieces(news),
+                lambda place, live, news: answer.pieces(live, news),
                 (lambda: answer.usage(live)) if chat.wants_usage else None,
                 always=chat.wants_usage_always,
             )

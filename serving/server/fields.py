@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from ...shared.chat import content_text
 from ...shared.errors import RequestError
 from ...shared.json_depth import MAX_DEPTH, nests_too_deep
 from ...shared.models.fields import quoted, show
@@ -107,6 +108,8 @@ class Generation(BaseModel):
     response_format: dict[str, Any] | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    echo: bool | None = None
+    prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
@@ -194,7 +197,10 @@ class Generation(BaseModel):
         form = answer_form(self.response_format)
         if form is not None and self.structured_outputs is not None:
             raise RequestError("response_format", "or structured_outputs, not both")
-        return {} if form is None else {FORM: form}
+        values: dict[str, Any] = {} if form is None else {FORM: form}
+        if self.prompt_logprobs is not None:
+            values["prompt_logprobs"] = self.prompt_logprobs
+        return values
 
 
 class TokenizeRequest(BaseModel):
@@ -229,8 +235,6 @@ class CompletionRequest(Generation):
     prompt: Any
     """A text or token ids, or a list of these; see `prompts`."""
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    echo: bool | None = None
     best_of: int | None = None
     add_special_tokens: bool | None = None
 
@@ -248,9 +252,7 @@ class CompletionRequest(Generation):
         if self.logprobs is not None:
             values["logprobs"] = self.logprobs
             if self.echo:
-                values["prompt_logprobs"] = self.logprobs
-        if self.prompt_logprobs is not None:
-            values["prompt_logprobs"] = self.prompt_logprobs
+                values.setdefault("prompt_logprobs", self.logprobs)
         if self.max_tokens == 0:
             values["max_tokens"] = 1  # it is computed and not told
         return values
@@ -291,8 +293,6 @@ class ChatRequest(Generation):
     """The body of /v1/chat/completions."""
 
     refused: ClassVar[Mapping[str, str]] = ELSEWHERE | {
-        "echo": "is for completions; see continue_final_message",
-        "prompt_logprobs": "is for completions",
         "audio": "this server gives text",
         "prediction": "is not supported",
         "moderation": "this server moderates nothing",
@@ -480,6 +480,18 @@ class ChatRequest(Generation):
         """The `parameters` of those that may be called, by name."""
         functions = [tool["function"] for tool in self.offered]
         return {function["name"]: function.get("parameters") for function in functions}
+
+    @property
+    def echoed(self) -> str:
+        """What stands before the answer: with `echo` the assistant's message that it goes on with.
+        Raises RequestError.
+        """
+        last = self.messages[-1]
+        if not self.echo or last.get("role") != "assistant":
+            return ""
+        return content_text(
+            f"messages[{len(self.messages) - 1}].content", last.get("content") or ""
+        )
 
     def template_variables(self) -> dict[str, Any]:
         """What the chat template may read."""

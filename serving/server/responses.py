@@ -40,6 +40,8 @@ class ResponsesRequest(BaseModel):
         "max_completion_tokens": "is max_output_tokens here",
         "response_format": "is text.format here",
         "logprobs": "is top_logprobs here",
+        "echo": "is for chats and completions",
+        "prompt_logprobs": "is for chats and completions",
         "return_token_ids": "is for chats and completions",
         "return_tokens_as_token_ids": "is for chats and completions",
     }

@@ -535,8 +535,8 @@ CHAT_BAD = [
     (dict(functions=[{}]), "functions"),
     (dict(modalities=["audio"]), "modalities"),
     (dict(chat_template="{{ 1 }}"), "chat_template"),
-    (dict(echo=True), "echo"),
-    (dict(prompt_logprobs=1), "prompt_logprobs"),
+    (dict(echo=1), "echo"),
+    (dict(prompt_logprobs=21), "prompt_logprobs"),
     (dict(use_beam_search=True), "use_beam_search"),
     (dict(documents=["x"]), "documents"),
     (dict(guided_json={"type": "object"}), "guided_json"),
@@ -723,6 +723,44 @@ def test_a_chat_in_token_ids(server, llm):
         ).json()
         assert "prompt_token_ids" not in plain
         assert "token_ids" not in plain["choices"][0]
+
+
+def test_a_message_that_goes_on_is_told_from_its_beginning(server):
+    said = {"role": "assistant", "content": [{"type": "text", "text": "def "}]}
+    body = {"messages": [*MESSAGES, said], "max_tokens": 5, "temperature": 0, "n": 2}
+    body |= {"continue_final_message": True, "add_generation_prompt": False}
+    with server.client() as client:
+
+        def texts(**more):
+            answer = client.post("/v1/chat/completions", json=body | more)
+            if not more.get("stream"):
+                return [one["message"]["content"] for one in answer.json()["choices"]]
+            found = ["", ""]
+            for line in answer.text.split("\n\n")[:-2]:
+                for choice in json.loads(line[6:])["choices"]:
+                    found[choice["index"]] += choice["delta"].get("content", "")
+            return found
+
+        plain = texts()
+        assert texts(echo=True) == texts(echo=True, stream=True) == ["def " + one for one in plain]
+        new = body | {"messages": MESSAGES, "echo": True, "continue_final_message": False}
+        assert client.post("/v1/chat/completions", json=new).status_code == 200
+
+
+def test_scores_of_a_chats_prompt(server, llm):
+    (prompt,) = llm.chat_prompts(MESSAGES)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=2)
+    (output,) = llm.generate([prompt], params, progress=False)
+    body = {"messages": MESSAGES, "max_tokens": 1, "prompt_logprobs": 2}
+    with server.client() as client:
+        whole = client.post("/v1/chat/completions", json=body).json()["prompt_logprobs"]
+        lines = client.post("/v1/chat/completions", json=body | {"stream": True}).text.split("\n\n")
+    assert json.loads(lines[0][6:])["prompt_logprobs"] == whole
+    assert whole[0] is None
+    for told, best in zip(whole[1:], output.prompt_logprobs[1:], strict=True):
+        assert {int(token): one["logprob"] for token, one in told.items()} == {
+            token: entry.logprob for token, entry in best.items()
+        }
 
 
 LIGHT = {
@@ -1437,7 +1475,7 @@ LIKELY |= {
 }  # fmt: skip
 COMMON = {
     name: one for name, one in LIKELY.items()
-    if name not in ("prompt", "n", "max_tokens", "logprobs", "echo", "prompt_logprobs", "best_of")
+    if name not in ("prompt", "n", "max_tokens", "logprobs", "best_of")
 }  # fmt: skip
 IN_CHATS = COMMON | {
     "messages": st.lists(MESSAGE, max_size=3) | ANY, "tools": st.lists(TOOL, max_size=2) | ANY,

@@ -55,7 +55,7 @@ def answered(text, *, step, names=("read", "now"), scores=None, form="qwen", **o
         pieces = []
         for first in range(0, len(ids), step):
             live.take(0, update(ids[first : first + step], first + step >= len(ids)))
-            pieces += [piece for news in live.news() for piece in answer.pieces(news)]
+            pieces += [piece for news in live.news() for piece in answer.pieces(live, news)]
         return whole, pieces
 
     return asyncio.run(run())
@@ -250,7 +250,7 @@ def test_what_a_response_cannot_have_is_named(change, field):
 def test_reasoning_that_nobody_wants_is_left_out(step):
     """And nothing else: tokens are counted, and have their ids."""
     whole, pieces = answered(
-        THINKING + "It is.", step=step, reasoning=False, prompt_ids=[1], scores=0
+        THINKING + "It is.", step=step, reasoning=False, with_ids=True, scores=0
     )
     (choice,) = whole["choices"]
     message = choice["message"]
