@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,31 +16,42 @@ class Starvation:
     systems that do not tell (all but Linux) nothing is ever starved.
     """
 
-    def __init__(self, pid: int, system: Path = SYSTEM) -> None:
+    def __init__(self, pid: int, system: Path = SYSTEM, processors: int | None = None) -> None:
         self._pid = pid
         self._system = system
+        self._processors = processors or _processors_of(pid)
         self._seen: dict[Path, tuple[int, int]] = {}
         self._looked = time.monotonic()
 
     def look(self) -> float:
         """Seconds since the last look in which one of the threads that were there then could run
-        and did not, because others had the processors: of the thread that waited longest. 0 at
-        first.
+        and did not, because others had the processors: of the thread that waited longest, but no
+        more than the share of the processors that these threads together did not have. 0 at first.
         """
         now = time.monotonic()
         before, elapsed = self._seen, now - self._looked
         self._seen, self._looked = {}, now
-        longest = 0.0
+        longest = used = 0.0
         for thread in _threads(self._system, self._pid):
             with suppress(OSError, ValueError, IndexError):  # it has ended, or nothing is told
                 ran, waited = map(int, (thread / "schedstat").read_text().split()[:2])
                 self._seen[thread] = ran, waited
-                ran_before, waited_before = before.get(thread, (-1, waited))
+                if thread not in before:
+                    continue
+                ran_before, waited_before = before[thread]
+                used += (ran - ran_before) / 1e9
                 wait = (waited - waited_before) / 1e9
                 if ran == ran_before and _can_run(thread):
                     wait = elapsed  # the system adds a wait when it is over
                 longest = max(longest, wait)
-        return min(longest, elapsed)
+        return max(0.0, min(longest, elapsed - used / self._processors))
+
+
+def _processors_of(pid: int) -> int:
+    try:
+        return len(os.sched_getaffinity(pid))
+    except (AttributeError, OSError):  # another system; it has ended
+        return os.cpu_count() or 1
 
 
 def _threads(system: Path, pid: int) -> Iterator[Path]:

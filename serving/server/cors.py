@@ -36,11 +36,15 @@ def cors_options(arguments: argparse.Namespace) -> dict[str, Any] | None:
         raise ConfigError('allow-credentials: needs origins by name, got "*" in --allowed-origins')
     return {
         "allow_origins": origins,
-        "allow_methods": arguments.allowed_methods or [ANY],
-        "allow_headers": arguments.allowed_headers or [ANY],
+        "allow_methods": _named(arguments.allowed_methods),
+        "allow_headers": _named(arguments.allowed_headers),
         "allow_credentials": credentials,
         "expose_headers": READABLE,
     }
+
+
+def _named(given: list[str] | None) -> list[str]:
+    return [ANY] if given is None else given
 
 
 def shared(app: Any, options: dict[str, Any] | None) -> Any:

@@ -74,13 +74,14 @@ async def piece_events(
     each. An error ends the stream with an event of its own.
     """
 
-    def extra() -> dict[str, Any]:
-        # As OpenAI has it: who asks for the usage gets the field in every event.
-        return {} if usage is None else {"usage": usage()["usage"] if always else None}
-
     def take() -> Iterator[bytes]:
+        # As OpenAI has it: who asks for the usage gets the field in every event. It is counted once
+        # for all that has come: there may be a thousand completions.
+        extra: dict[str, Any] = {}
+        if usage is not None:
+            extra["usage"] = usage()["usage"] if always else None
         return (
-            event(piece | extra())
+            event(piece | extra)
             for place, live in enumerate(lives)
             for news in live.news()
             for piece in pieces(place, live, news)

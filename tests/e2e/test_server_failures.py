@@ -173,18 +173,17 @@ def test_an_engine_that_hangs_says_where(tmp_path):
 
 @contextlib.contextmanager
 def crowded(pid):
-    """A process has the last place on a processor that many others keep busy."""
+    """A process shares a processor with a dozen that keep it busy, each in a session of its own: the
+    system may deal it out by sessions.
+    """
     (cpu, *_) = os.sched_getaffinity(0)
     others = []
     try:
-        for _ in range(6):
+        for _ in range(12):
             busy = [sys.executable, "-S", "-c", "while True: pass"]
             others.append(subprocess.Popen(busy, start_new_session=True))
             os.sched_setaffinity(others[-1].pid, [cpu])
-        with contextlib.suppress(FileNotFoundError):  # where sessions share, a place in one is none
-            Path(f"/proc/{pid}/autogroup").write_text("19")
         for thread in map(int, os.listdir(f"/proc/{pid}/task")):
-            os.setpriority(os.PRIO_PROCESS, thread, 19)
             os.sched_setaffinity(thread, [cpu])
         yield
     finally:
@@ -195,21 +194,21 @@ def crowded(pid):
 
 @pytest.mark.slow
 def test_an_engine_that_gets_no_processor_has_not_hung(tmp_path):
-    """Two steps of 0.3 s of processor time each, of which it gets a three hundredth."""
-    what = "end = time.thread_time() + 0.3\n            while time.thread_time() < end: pass"
+    """Two steps of 2 s of processor time each, of which it gets a thirteenth."""
+    what = "end = time.thread_time() + 2.0\n            while time.thread_time() < end: pass"
     with (
-        served(*FLAGS, "--hang-timeout", "2", env=fault(tmp_path, what, 1)) as server,
+        served(*FLAGS, "--hang-timeout", "6", env=fault(tmp_path, what, 1)) as server,
         server.client() as client,
     ):
         with crowded(server.engine_pid()):
             stream = Stream(server, max_tokens=2)
-            end = time.monotonic() + 8
+            end = time.monotonic() + 10
             while time.monotonic() < end:
                 assert client.get("/health").status_code == 200
                 time.sleep(0.2)
-        stream.join(30)
+        stream.join(60)
         assert stream.lines[-1] == "data: [DONE]"
-        assert '"error"' not in stream.lines[-2]
+        assert '"error"' not in stream.lines[-2], server.log
         assert "others have the processors" in server.log
 
 

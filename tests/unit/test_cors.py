@@ -89,6 +89,13 @@ def test_methods_headers_and_credentials_are_those_that_are_named():
     assert answer.headers["access-control-allow-credentials"] == "true"
 
 
+def test_an_empty_list_allows_nothing():
+    for more in (["--allowed-methods", "[]"], ["--allowed-headers", "[]"]):
+        asked = ask([*ONE, *more], "OPTIONS", "/v1/models", origin=HERE, **PREFLIGHT)
+        assert asked.status_code == 400
+    assert ALLOWED not in ask(["--allowed-origins", "[]"], "GET", "/health", origin=HERE).headers
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

@@ -47,14 +47,15 @@ def system(tmp_path, monkeypatch):
         ("was stopped", ("T", 50, 9), ("T", 50, 9), 0.0),
         ("runs all the time", ("R", 50, 9), ("R", 250, 9), 0.0),
         ("runs half of the time", ("R", 50, 9), ("R", 150, 109), 0.1),
+        ("runs a little", ("R", 50, 9), ("R", 90, 169), 0.16),
         ("has waited and sleeps again", ("S", 50, 9), ("S", 51, 159), 0.15),
         ("waits still", ("R", 50, 9), ("R", 50, 9), 0.2),
-        ("is told of a wait that began before", ("R", 50, 9), ("R", 60, 5009), 0.2),
+        ("is told of a wait that began before", ("R", 50, 9), ("R", 58, 5009), 0.199),
     ],
 )
 def test_a_thread(name, first, second, starved, system):
     system.thread(7, 7, *first)
-    seen = Starvation(7, system.folder)
+    seen = Starvation(7, system.folder, processors=8)
     assert system.look(seen) == 0
     system.thread(7, 7, *second)
     assert system.look(seen) == pytest.approx(starved)
@@ -69,6 +70,20 @@ def test_the_thread_that_waits_longest_counts_whoever_started_it(system):
     system.thread(7, 8, "S", 2, 31)
     system.thread(9, 9, "S", 2, 51)
     assert system.look(seen) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("ran", "starved"), [(100, 0.0), (60, 0.08), (25, 0.15), (0, 0.2)], ids=lambda value: str(value)
+)
+def test_threads_that_crowd_each_other_out_are_not_starved(ran, starved, system):
+    """Four that spin, on two processors: only what others have of those counts."""
+    for tid in range(4):
+        system.thread(7, tid, "R", 50, 9)
+    seen = Starvation(7, system.folder, processors=2)
+    assert system.look(seen) == 0
+    for tid in range(4):
+        system.thread(7, tid, "R", 50 + ran, 9 + 200 - ran)
+    assert system.look(seen) == pytest.approx(starved)
 
 
 def test_threads_that_come_and_go_and_systems_that_tell_nothing(system):
