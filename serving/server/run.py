@@ -50,6 +50,8 @@ from .traces import Traces
 
 LOG = logging.getLogger("twinfer.server")
 STATUS_S = 10.0
+OTHER_KEY_VARIABLE = "VLLM_API_KEY"
+"""Whoever has set it expects that nobody enters without it."""
 
 
 class _Uvicorn(uvicorn.Server):
@@ -95,6 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"api-key, {KEY_VARIABLE}: got one that no client can send; allowed are characters of "
             "printable ASCII, with no space at the ends"
         )
+    if not keys and os.environ.get(OTHER_KEY_VARIABLE):
+        LOG.warning("%s is not read, so all may enter; %s is", OTHER_KEY_VARIABLE, KEY_VARIABLE)
     if (arguments.ssl_keyfile is None) != (arguments.ssl_certfile is None):
         raise ConfigError("ssl-keyfile, ssl-certfile: both are needed, or none")
     _allow_connections()

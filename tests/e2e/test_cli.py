@@ -218,6 +218,17 @@ def test_a_server_takes_no_empty_key(monkeypatch, capsys):
     assert "api-key, TWINFER_API_KEY: got an empty one" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("ours", ["", "k"])
+def test_a_secret_for_another_server_lets_nobody_in_in_silence(ours, monkeypatch, caplog):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    if ours:
+        monkeypatch.setenv("TWINFER_API_KEY", ours)
+    assert main(["serve", "demo", "--backend", "torch", "--uds", "/no/such/folder/x"]) == 2
+    said = "VLLM_API_KEY is not read, so all may enter; TWINFER_API_KEY is"
+    assert (said in caplog.text) == (not ours)
+    assert "secret" not in caplog.text
+
+
 def test_a_server_starts_no_thousands_of_engines(capsys):
     with pytest.raises(SystemExit):
         main(["serve", "demo", "--backend", "torch", "--dp", "100000"])
