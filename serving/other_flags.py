@@ -61,7 +61,10 @@ _ANSWERS = (
         "--data-parallel-rpc-port --data-parallel-size-local --data-parallel-start-rank "
         "--data-parallel-rank --data-parallel-hybrid-lb --data-parallel-external-lb",
     ),
-    ("a server runs on one host", "--nnodes --node-rank --master-addr --master-port"),
+    (
+        "several hosts: docs/scale-out.md; a server runs on one",
+        "--nnodes --node-rank --master-addr --master-port",
+    ),
     (
         "layers and experts are shared by --tensor-parallel-size alone",
         "--pipeline-parallel-size -pp --enable-expert-parallel -ep --enable-eplb "
@@ -125,6 +128,8 @@ OTHER_VALUES = {
     ("--generation-config", "vllm"): "say none",
     ("--kv-cache-dtype", "fp8"): "say fp8_e4m3",
     ("--load-format", "safetensors"): "say auto",
+    ("--max-model-len", "-1"): "leave it out: it is what the model allows",
+    ("--max-model-len", "auto"): "leave it out: it is what the model allows",
     ("--tool-call-parser", "llama4_json"): "say llama3_json",
     ("--tool-call-parser", "qwen3_xml"): "say qwen3_coder",
 } | {

@@ -85,11 +85,11 @@ class OneLineParser(argparse.ArgumentParser):
         near = nearest(flag, self.flags)
         self.error(f"unknown argument {unknown}" + (f"; did you mean {near}?" if near else ""))
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        for flag in action.option_strings if isinstance(value, str) else ():
-            if (words := other_flags.OTHER_VALUES.get((flag, value))) is not None:
-                raise argparse.ArgumentError(action, f"got {value}; {words}")
-        super()._check_value(action, value)
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        for flag in action.option_strings:
+            if (words := other_flags.OTHER_VALUES.get((flag, arg_string))) is not None:
+                raise argparse.ArgumentError(action, f"got {arg_string}; {words}")
+        return super()._get_value(action, arg_string)
 
     def find_help(self, words: Sequence[str]) -> int | None:
         """Print the flags that `--help=WORD` among `words` asks for, of the command that they name:
