@@ -99,12 +99,14 @@ def test_threads_that_come_and_go_and_systems_that_tell_nothing(system):
 
 def test_a_real_process_that_waits_and_one_that_sleeps():
     busy = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(4)]
-    idle = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
+    asleep = "import time; print(flush=True); time.sleep(100)"
+    idle = subprocess.Popen([sys.executable, "-S", "-c", asleep], stdout=subprocess.PIPE)
     try:
         (cpu, *_) = os.sched_getaffinity(0)
         for process in busy:
             os.sched_setaffinity(process.pid, [cpu])
         os.setpriority(os.PRIO_PROCESS, busy[0].pid, 19)
+        idle.stdout.readline()
         time.sleep(1)
         waits, sleeps = Starvation(busy[0].pid), Starvation(idle.pid)
         assert waits.look() == sleeps.look() == 0
@@ -115,3 +117,4 @@ def test_a_real_process_that_waits_and_one_that_sleeps():
         for process in (*busy, idle):
             process.kill()
             process.wait()
+        idle.stdout.close()
