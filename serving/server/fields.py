@@ -6,6 +6,7 @@ over; one that is known and cannot be had is refused by its name.
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -620,6 +621,7 @@ def read_json(data: bytes) -> Any:
     """The value of a body. Raises NotJson, and RequestError for what has too many values or nests
     too deep.
     """
+    data = data.removeprefix(codecs.BOM_UTF8)  # editors on Windows write it
     if len(data) > MAX_VALUES // PART and _count_values(data) > MAX_VALUES:
         raise RequestError("body", f"has more than {MAX_VALUES} values")
     try:

@@ -619,3 +619,7 @@ def test_a_text_where_a_number_is_expected_does_not_look_like_one(body, says):
     with pytest.raises(RequestError) as refused:
         read_fields(CompletionRequest, {"prompt": "x"} | body)
     assert str(refused.value) == says
+
+
+def test_a_body_may_begin_with_a_mark_of_its_encoding():
+    assert read_json(b'\xef\xbb\xbf{"a": "\xef\xbb\xbf"}') == {"a": "\ufeff"}
