@@ -322,12 +322,10 @@ class ChatAnswer:
         parser = self._parsers.get(news.index)
         if parser is None:
             parser = self._parsers[news.index] = self._new_parser()
-        events = read_news(parser, news)
+        events = read_news(parser, news, reasoning=self._reasoning)
         if news.first and self._echoed:
             events.insert(0, ContentText(self._echoed))
-        if self._reasoning:
-            return events
-        return [one for one in events if not isinstance(one, ReasoningText)]
+        return events
 
     def _ids(self, news: News) -> dict[str, Any]:
         return {"token_ids": news.token_ids} if self._with_ids else {}
@@ -359,12 +357,14 @@ class ChatAnswer:
         return self._words.chat(tokens, scores, self._scores, as_ids=self._as_ids)
 
 
-def read_news(parser: OutputParser, news: News) -> list[Event]:
-    """What a parser makes of what is new."""
+def read_news(parser: OutputParser, news: News, *, reasoning: bool = True) -> list[Event]:
+    """What a parser makes of what is new; without its reasoning, if that is not wanted."""
     events = parser.push(None, news.text)
     if news.finish_reason is not None:
         events += parser.finish(finish_reason(news.finish_reason) or "stop")
-    return events
+    if reasoning:
+        return events
+    return [one for one in events if not isinstance(one, ReasoningText)]
 
 
 def named_events(events: Sequence[dict[str, Any]]) -> bytes:

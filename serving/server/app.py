@@ -357,13 +357,15 @@ class Server:
             int(time.time()),
             body.repeated(),
         )
-        parser = new_parser()
+        parser, reasoning = new_parser(), chat.include_reasoning is not False
 
         def take() -> list[dict[str, Any]]:
             return [
                 out
                 for news in live.news()
-                for out in events.take(read_news(parser, news), self._scores(chat, news, parser))
+                for out in events.take(
+                    read_news(parser, news, reasoning=reasoning), self._scores(chat, news, parser)
+                )
             ]
 
         def used() -> Usage:

@@ -3,7 +3,9 @@
 import asyncio
 import dataclasses
 import json
+from types import SimpleNamespace
 
+import httpx
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers.processors import TemplateProcessing
@@ -12,9 +14,12 @@ from twinfer.serving.formats.parser import OutputParser
 from twinfer.serving.formats.table import FORMATS
 from twinfer.serving.responses import ResponseEvents
 from twinfer.serving.server.answers import ChatAnswer, Words, read_news
-from twinfer.serving.server.app import Server, Settings
+from twinfer.serving.server.app import Server, Settings, build_app
+from twinfer.serving.server.engine import EngineProcess, Limits
 from twinfer.serving.server.fields import ChatRequest, read_fields
 from twinfer.serving.server.live import Live
+from twinfer.serving.server.messages import Add
+from twinfer.serving.server.metrics import Metrics
 from twinfer.serving.server.responses import ResponsesRequest, named_here
 from twinfer.shared.engine import Logprob, Update
 from twinfer.shared.errors import RequestError
@@ -263,3 +268,45 @@ def test_reasoning_that_nobody_wants_is_left_out(step):
     assert [i for one in told for i in one.get("token_ids", [])] == choice["token_ids"]
     scored = [entry for one in told for entry in (one["logprobs"] or {"content": []})["content"]]
     assert len(scored) == len(choice["token_ids"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_who_asks_for_an_answer_without_reasoning_gets_that(path, stream):
+    said = (
+        {"input": "x"} if "responses" in path else {"messages": [{"role": "user", "content": "x"}]}
+    )
+    told = asked(path, said | {"stream": stream}, THINKING + "It is.")
+    assert "A file" in told
+    told = asked(path, said | {"stream": stream, "include_reasoning": False}, THINKING + "It is.")
+    assert "A file" not in told
+    assert "It is." in told
+
+
+def asked(path, body, text):
+    """What a server says to a call that its engine answers with a text."""
+    engine = EngineProcess({}, TOKENIZER, limits=Limits(9, 9999))
+    sizes = {"max_num_seqs": 4, "num_pages": 99, "max_model_len": 999, "page_size": 16}
+    engine.ready = SimpleNamespace(model=sizes)
+
+    def answer(message):
+        if isinstance(message, Add):
+            ids = tuple(TOKENIZER.encode(text))
+            asyncio.get_running_loop().call_soon(
+                lambda: engine._live[message.id][0].take(
+                    0, Update(str(message.id), ids, FinishReason.LENGTH)
+                )
+            )
+
+    engine._send = answer
+    app = build_app(
+        Settings(["m"], TOKENIZER, SamplingParams(), FORMATS["think"]), engine, Metrics()
+    )
+
+    async def call():
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://x"
+        ) as client:
+            return (await client.post(path, json=body)).text
+
+    return asyncio.run(call())
