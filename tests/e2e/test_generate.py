@@ -368,9 +368,9 @@ def test_sampling_defaults_of_the_model(folder, capsys):
 
 
 def test_a_default_that_cannot_be_had_is_named(folder, capsys):
-    model = folder(temperature=0.001)
+    model = folder(temperature=-1.0)
     assert generate("--prompt", "x", model=model) == 2
-    assert "generation_config.json: temperature: got 0.001" in capsys.readouterr().err
+    assert "generation_config.json: temperature: got -1.0" in capsys.readouterr().err
     assert (
         generate("--prompt", "x", "--max-tokens", "1", "--generation-config", "none", model=model)
         == 0
