@@ -23,7 +23,7 @@ from .bench_cli import add_parsers as add_bench_parsers
 from .chat_flags import add_chat
 from .flags import add_engine, add_output, add_prompts, add_sampling
 from .parser import OneLineParser, join_values, size
-from .serve_flags import PORT, add_serve, port_number
+from .serve_flags import PORT, add_serve, model_behind_list, port_number
 
 USAGE = "%(prog)s MODEL [options]"
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.leaf(arguments).refuse(flags[0])
     try:
         if hasattr(arguments, WORD):
-            unknown = settle_model(arguments, unknown)
+            unknown = settle_model(arguments, unknown, model_behind_list)
         if unknown:
             parser.leaf(arguments).refuse(unknown[0])
         if arguments.command is None:

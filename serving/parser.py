@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -80,8 +81,11 @@ class OneLineParser(argparse.ArgumentParser):
     def refuse(self, unknown: str) -> NoReturn:
         """Complain about an argument that this command does not know, naming the nearest flag."""
         flag = unknown.split("=")[0]
-        if flag in other_flags.ELSEWHERE:
-            self.error(f"unknown argument {flag}: {other_flags.ELSEWHERE[flag]}")
+        answer = other_flags.ELSEWHERE.get(flag, "")
+        # An answer that names flags of ours is one where this command has them.
+        ours = re.findall("--[a-z-]+", answer) if answer.startswith(("see ", "say ")) else []
+        if answer and set(ours) <= set(self.flags):
+            self.error(f"unknown argument {flag}: {answer}")
         near = nearest(flag, self.flags)
         self.error(f"unknown argument {unknown}" + (f"; did you mean {near}?" if near else ""))
 

@@ -18,7 +18,13 @@ PARSERS = (
     "auto", "none", "think", "hermes", "qwen", "qwen3_coder", "glm45", "llama3_json", "mistral",
 )  # fmt: skip
 
-_ORIGIN = (re.compile(r"null|[a-z][a-z0-9+.-]*://[^\s/?#@*,A-Z]+"), "https://chat.example")
+_ORIGIN = (
+    re.compile(
+        r"null|(?!http://.*:80$|https://.*:443$)"
+        r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?"
+    ),
+    "https://chat.example",
+)
 _METHOD = (re.compile("[A-Z]+"), "POST")
 _HEADER = (re.compile("[A-Za-z0-9-]+"), "authorization")
 """What an item of a list is, as browsers write it, and an example."""
@@ -203,6 +209,17 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def model_behind_list(arguments: argparse.Namespace) -> list[str]:
+    """The last value of a flag that takes several, if MODEL stands behind them: nothing else tells
+    it from one more value. Empty where none has two.
+    """
+    for name in ("served_model_name", "api_key"):
+        values = getattr(arguments, name, None) or []
+        if len(values) > 1:
+            return [values.pop()]
+    return []
+
+
 def port_number(text: str) -> int:
     if not text.isdigit() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"got {text}, allowed is 0 to 65535")
@@ -232,7 +249,7 @@ def _list_of(kind: tuple[re.Pattern[str], str]) -> Callable[[str], list[str]]:
     def read(text: str) -> list[str]:
         try:
             items = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             items = None
         if not isinstance(items, list):
             raise argparse.ArgumentTypeError(

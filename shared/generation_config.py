@@ -53,7 +53,8 @@ def default_params(
     changes = [
         Change(name, getattr(usual, name), value, where)
         for name, value in (own | given).items()
-        if value != getattr(usual, name)
+        # Of the most tokens it matters that they are given, also where they are the usual ones.
+        if name == "max_tokens" or value != getattr(usual, name)
         for where in (OVERRIDE if name in given else path.name,)
     ]
     return SamplingParams(**own | given), changes

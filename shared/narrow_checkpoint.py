@@ -221,6 +221,8 @@ class Plain(Form):
         """See `Form`."""
         groups, step = self.groups(k), self.quantization.block_rows
         shapes: tuple[tuple[int, ...], ...] = ((1,), (), (1, 1))
+        if not step and self.quantization.scale_of_rows:
+            shapes += (n, 1), (n,)
         if step:
             shapes = ((-(-n // step), groups), *(((n,),) if groups == step == 1 else ()))
         values = "I8" if self.quantization.narrow.kind == "int8" else "F8_E4M3"
@@ -241,10 +243,10 @@ class Plain(Form):
     def scale(self, module: str, start: int, stop: int) -> np.ndarray:
         """See `Form`."""
         name, step = f"{module}.{self.scale_name}", self.quantization.block_rows
-        if not step:
+        if not step and np.prod(self.checkpoint.shape(name)) == 1:
             whole = Checkpoint.read(self.checkpoint, name).reshape(1, 1)
             return np.repeat(whole, stop - start, 0)
-        if step == 1:
+        if step <= 1:
             return self.rows(name, start, stop).reshape(stop - start, -1)
         blocks = self.rows(name, start // step, -(-stop // step)).astype(np.float32)
         return blocks[np.arange(start, stop) // step - start // step]

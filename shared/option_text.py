@@ -67,6 +67,8 @@ def json_object(text: str) -> dict[str, Any]:
     """A JSON object."""
     try:
         value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{text!r} is not JSON: {error}") from None
     if not isinstance(value, dict):

@@ -100,6 +100,8 @@ class Settings:
     draw_seeds: bool = True
     page: bool = True
     log_requests: bool = False
+    bounds_answers: bool = False
+    """Whether the model brings the `max_tokens` of `defaults` along."""
     traces: Traces | None = None
     cors: dict[str, Any] | None = None
     """See `cors_options`."""
@@ -472,8 +474,7 @@ class Server:
     def _params(self, body: Generation, length: int, *, whole_context: bool) -> SamplingParams:
         """The settings for a prompt of `length` tokens. Raises RequestError."""
         settings, room = self._settings, self._room
-        own = settings.defaults.max_tokens
-        has_own, most = own != SamplingParams().max_tokens, None
+        own, has_own, most = settings.defaults.max_tokens, settings.bounds_answers, None
         if room is not None and whole_context:
             fits = max(1, room - length)
             most = min(own, fits) if has_own else fits

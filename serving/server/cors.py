@@ -30,10 +30,13 @@ def cors_options(arguments: argparse.Namespace) -> dict[str, Any] | None:
         if names := [name for name, value in given.items() if value is not None]:
             raise ConfigError(f"{names[0]}: needs --allowed-origins: none may read now")
         return None
-    if credentials and ANY in origins:
+    for nobody in (ANY, "null"):
         # Browsers refuse the star then. To name whoever asks instead would let every page act for
-        # its user.
-        raise ConfigError('allow-credentials: needs origins by name, got "*" in --allowed-origins')
+        # its user; and every page can ask from a frame whose origin is null.
+        if credentials and nobody in origins:
+            raise ConfigError(
+                f'allow-credentials: needs origins by name, got "{nobody}" in --allowed-origins'
+            )
     return {
         "allow_origins": origins,
         "allow_methods": _named(arguments.allowed_methods),

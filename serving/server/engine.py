@@ -246,7 +246,7 @@ class EngineProcess:
         """Seconds since the last look in which a silent engine waited for a processor. One that was
         heard of lately is not looked at.
         """
-        if time.monotonic() - self._heard < QUIET_S:
+        if time.monotonic() - self._heard < min(QUIET_S, self.hang_limit / 4):
             self._starvation = None
         elif self._starvation is None:
             self._starvation = Starvation(pid)

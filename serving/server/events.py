@@ -77,15 +77,18 @@ async def piece_events(
     def take() -> Iterator[bytes]:
         # As OpenAI has it: who asks for the usage gets the field in every event. It is counted once
         # for all that has come: there may be a thousand completions.
-        extra: dict[str, Any] = {}
-        if usage is not None:
-            extra["usage"] = usage()["usage"] if always else None
-        return (
-            event(piece | extra)
+        found: Iterable[dict[str, Any]] = (
+            piece
             for place, live in enumerate(lives)
             for news in live.news()
             for piece in pieces(place, live, news)
         )
+        extra: dict[str, Any] = {}
+        if usage is not None and always:
+            found = list(found)  # which finds where reasoning ends
+        if usage is not None:
+            extra["usage"] = usage()["usage"] if always else None
+        return (event(piece | extra) for piece in found)
 
     try:
         async with aclosing(until_ended(lives, take)) as told:

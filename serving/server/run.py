@@ -115,6 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
         draw_seeds=not arguments.fixed_seed,
         page=arguments.page,
         log_requests=arguments.log_requests,
+        bounds_answers=any(change.field == "max_tokens" for change in changes),
         cors=cors_options(arguments),
     )
     with contextlib.ExitStack() as held:

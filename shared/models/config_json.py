@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import Checkpoint, has_weights
+from ..errors import CheckpointError
 from .config import ModelConfig
 from .families import FAMILIES, family_of
 from .fields import Fields, nearest, need_folder, read_json, show
@@ -31,8 +32,11 @@ def load_config(folder: str | Path) -> ModelConfig:
     )
     if _states_dtype(raw) or not has_weights(path):
         return config
-    with Checkpoint(path) as checkpoint:
-        return replace(config, dtype=checkpoint.usual_dtype() or config.dtype)
+    try:
+        with Checkpoint(path) as checkpoint:
+            return replace(config, dtype=checkpoint.usual_dtype() or config.dtype)
+    except CheckpointError:  # which is said when they are loaded, if they are
+        return config
 
 
 def _states_dtype(raw: Mapping[str, Any]) -> bool:

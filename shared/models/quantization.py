@@ -39,7 +39,8 @@ class Quantization:
     """How projections are held, and in which form a checkpoint has them.
 
     `form` wide: the checkpoint is not quantised, weights are when they are loaded. plain: an array
-    of values, and scales called `scale` for blocks of `block_rows` rows; 0: one for all rows.
+    of values, and scales called `scale` for blocks of `block_rows` rows; 0: one for all rows, or
+    with `scale_of_rows` one for each, as the file has it.
     `zero_offset` is added to the zeros of the file. `left` are regular expressions of modules that
     stay as they are.
     `by_activations`: groups need not be neighbours, so that the file has to say where each is.
@@ -50,6 +51,7 @@ class Quantization:
     left: tuple[str, ...] = ()
     scale: str = "weight_scale"
     block_rows: int = 1
+    scale_of_rows: bool = False
     zero_offset: int = 0
     by_activations: bool = False
 

@@ -45,7 +45,7 @@ def _read_fp8(fields: Fields) -> Quantization:
     blocks = fields.get("weight_block_size")
     if blocks is None:
         narrow = Narrow("fp8", activations="fp8", static_activations=scheme == "static")
-        return Quantization(narrow, "plain", left, block_rows=0)
+        return Quantization(narrow, "plain", left, block_rows=0, scale_of_rows=True)
     rows, group = _block_size(fields, "weight_block_size", blocks)
     if scheme == "static":
         fields.refuse("activation_scheme", scheme, '"dynamic" where weights have blocks')

@@ -185,6 +185,17 @@ def fp8_tensor(scheme):
     return write, dict(quant_method="fp8", activation_scheme=scheme, ignored_layers=["lm_head"])
 
 
+def fp8_rows():
+    """fp8 with a scale for each row, as its config does not say."""
+
+    def write(weight):
+        scale = weight.abs().amax(1, keepdim=True) / 448.0
+        values = (weight / scale).to(torch.float8_e4m3fn)
+        return {"weight": values, "weight_scale": scale}, values.float() * scale
+
+    return write, dict(quant_method="fp8", activation_scheme="dynamic", ignored_layers=["lm_head"])
+
+
 INT4 = dict(num_bits=4, type="int", strategy="group", group_size=32)
 INT8 = dict(num_bits=8, type="int", strategy="channel")
 FP8 = dict(num_bits=8, type="float", strategy="channel")
@@ -197,6 +208,7 @@ SCHEMES = {
     ),
     "int8": lambda: compressed("int-quantized", INT8, dict(num_bits=8, type="int") | TOKEN),
     "int8-weights": lambda: compressed("int-quantized", INT8),
+    "fp8-rows": fp8_rows,
     "fp8-channel": lambda: compressed("float-quantized", FP8, dict(num_bits=8, type="float") | TOKEN),
     "fp8-tensor-static": lambda: compressed(
         "float-quantized", FP8 | dict(strategy="tensor"),

@@ -264,6 +264,8 @@ def test_each_axis_of_each_tensor_is_checked(checkpoint, tmp_path, scheme):
         if "layers.0." not in key or not any(name in key for name in ("q_proj", "down_proj")):
             continue
         for axis, other in of_other_sizes(tensor):
+            if scheme == "fp8-rows" and other.numel() == 1:
+                continue  # its config has nothing against one scale for all rows
             save_file(tensors | {key: other}, path)
             with pytest.raises(CheckpointError) as caught:
                 check(folder)

@@ -21,6 +21,7 @@ from twinfer.serving.flags import (
     sampling_options,
 )
 from twinfer.serving.parser import OneLineParser, join_values, nearest, size
+from twinfer.serving.serve_flags import model_behind_list
 from twinfer.shared.compilation_config import LEVELS, MODE_STEPS, MODES
 from twinfer.shared.config import EngineConfig
 from twinfer.shared.errors import ConfigError
@@ -248,6 +249,34 @@ def test_no_model_and_two_models():
     with pytest.raises(ConfigError, match="model: got a and --model b"):
         settle_model(*parse("generate", "a", "--model", "b"))
     assert settle_model(*parse("generate", "a", "b")) == ["b"]
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--served-model-name"])
+def test_the_model_behind_a_flag_of_several_values(flag):
+    for words in ([flag, "one", "demo"], [flag, "one", "--model", "demo"], ["demo", flag, "one"]):
+        arguments, unknown = parse("serve", *words)
+        assert settle_model(arguments, unknown, model_behind_list) == []
+        assert arguments.model == "demo"
+        assert getattr(arguments, flag[2:].replace("-", "_")) == ["one"]
+    with pytest.raises(ConfigError, match="model: none given"):
+        settle_model(*parse("serve", flag, "one"), model_behind_list)
+
+
+def test_answers_name_flags_that_a_command_has(capsys):
+    for command, known in (("serve", True), ("generate", False)):
+        with pytest.raises(SystemExit):
+            LEAVES[command].refuse("--log-level")
+        assert ("see --verbose" in capsys.readouterr().err) == known
+
+
+def test_values_that_are_nested_too_deeply(capsys):
+    for flag, value in (
+        ("--allowed-origins", "[" * 100_000),
+        ("--default-chat-template-kwargs", '{"a":' * 20_000),
+    ):
+        with pytest.raises(SystemExit):
+            parse("serve", "demo", flag, value)
+        assert f"argument {flag}" in capsys.readouterr().err
 
 
 def test_prompts_stay_in_the_order_in_which_they_were_typed(tmp_path):

@@ -100,6 +100,7 @@ def test_an_empty_list_allows_nothing():
     ("flags", "says"),
     [
         ([*ALL, "--allow-credentials"], "allow-credentials: needs origins by name"),
+        (["--allowed-origins", '["null"]', "--allow-credentials"], 'origins by name, got "null"'),
         (["--allow-credentials"], "allow-credentials: needs --allowed-origins"),
         (["--allowed-methods", '["GET"]'], "allowed-methods: needs --allowed-origins"),
         (["--allowed-origins", "[]", "--allowed-headers", "[]"], "allowed-headers: needs"),
@@ -121,6 +122,10 @@ def test_what_does_not_go_together(flags, says):
         ("--allowed-origins", '["https://*.example"]'),
         ("--allowed-origins", '["https://Chat.example"]'),
         ("--allowed-origins", '["https://a@chat.example"]'),
+        ("--allowed-origins", '["https://chat.example:443"]'),
+        ("--allowed-origins", '["http://chat.example:80"]'),
+        ("--allowed-origins", '["https://m\u00fcnchen.example"]'),
+        ("--allowed-origins", '["https://a:b:c"]'),
         ("--allowed-origins", "[7]"),
         ("--allowed-origins", '{"a": 1}'),
         ("--allowed-methods", '["get"]'),

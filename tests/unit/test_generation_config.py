@@ -42,6 +42,8 @@ def test_the_fields_that_are_read(tmp_path):
 
 def test_a_temperature_that_the_sampler_has_not_is_the_least_that_it_has(tmp_path):
     """Models made from Qwen2.5-VL have 1e-6; vLLM takes it so too."""
+    _, changes = default_params(write(tmp_path, max_new_tokens=16))
+    assert [change.field for change in changes] == ["max_tokens"], "as many as usual, but given"
     params, changes = default_params(write(tmp_path, temperature=1e-06))
     assert params == SamplingParams(temperature=0.01)
     assert [str(change) for change in changes] == [

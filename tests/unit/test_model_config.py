@@ -400,6 +400,8 @@ def test_a_dtype_that_nobody_says_is_that_of_most_weights(tmp_path, fields, base
     assert load_config(tmp_path).dtype == (said or "bfloat16")
     save_file({"c": integers}, tmp_path / "model.safetensors")
     assert load_config(tmp_path).dtype == (said or "float32")
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert load_config(tmp_path).dtype == (said or "float32"), "who loads it is told"
 
 
 # Windows
