@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.leaf(arguments).refuse(flags[0])
     try:
         if hasattr(arguments, WORD):
-            unknown = settle_model(arguments, unknown, model_behind_list)
+            unknown = settle_model(arguments, unknown or model_behind_list(arguments))
         if unknown:
             parser.leaf(arguments).refuse(unknown[0])
         if arguments.command is None:

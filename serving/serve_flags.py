@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 
+from ..shared.models.arguments import WORD
 from ..shared.option_text import json_object
 from .flags import add_chat_template, add_generation_config
 from .parser import argument, not_empty, whole_number
@@ -210,12 +211,13 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def model_behind_list(arguments: argparse.Namespace) -> list[str]:
-    """The last value of a flag that takes several, if MODEL stands behind them: nothing else tells
-    it from one more value. Empty where none has two.
+    """The last value of a flag of `serve` that takes several, if MODEL stands behind them: nothing
+    else tells it from one more value. Empty where the model is named, or none has two.
     """
-    for name in ("served_model_name", "api_key"):
-        values = getattr(arguments, name, None) or []
-        if len(values) > 1:
+    if arguments.command != "serve" or getattr(arguments, WORD) or arguments.model:
+        return []
+    for values in (arguments.served_model_name, arguments.api_key):
+        if values and values[1:]:
             return [values.pop()]
     return []
 

@@ -248,10 +248,8 @@ class EngineProcess:
         """
         if time.monotonic() - self._heard < min(QUIET_S, self.hang_limit / 4):
             self._starvation = None
-        elif self._starvation is None:
-            self._starvation = Starvation(pid)
-        if self._starvation is None:
             return 0.0
+        self._starvation = self._starvation or Starvation(pid)
         return self._starvation.look()
 
     def _excuse(self, seconds: float) -> None:

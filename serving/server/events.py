@@ -84,10 +84,11 @@ async def piece_events(
             for piece in pieces(place, live, news)
         )
         extra: dict[str, Any] = {}
-        if usage is not None and always:
-            found = list(found)  # which finds where reasoning ends
         if usage is not None:
-            extra["usage"] = usage()["usage"] if always else None
+            extra["usage"] = None
+            if always:
+                found = list(found)  # which finds where reasoning ends
+                extra["usage"] = usage()["usage"]
         return (event(piece | extra) for piece in found)
 
     try:

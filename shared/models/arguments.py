@@ -5,7 +5,6 @@ one.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..errors import ConfigError
@@ -31,22 +30,15 @@ def add_model(parser: _Arguments) -> None:
     parser.add_argument("--model", metavar="MODEL", help="the same as a flag")
 
 
-def settle_model(
-    arguments: argparse.Namespace,
-    words: list[str],
-    elsewhere: Callable[[argparse.Namespace], list[str]] | None = None,
-) -> list[str]:
+def settle_model(arguments: argparse.Namespace, words: list[str]) -> list[str]:
     """Put the model's name into `arguments.model`, and return what is left of `words`. Raises
     ConfigError.
 
     `words` are those that the parser could not place: it gives up on MODEL at the first flag.
-    `elsewhere` finds the name where neither has it.
     """
     names = [name for name in (getattr(arguments, WORD), arguments.model) if name is not None]
     if not names and words:
         names, words = words[:1], words[1:]
-    if not names and elsewhere is not None:
-        names = elsewhere(arguments)
     if not names:
         raise ConfigError("model: none given; name it first, or with --model")
     if names[1:] and names[0] != names[1]:

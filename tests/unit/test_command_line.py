@@ -255,11 +255,14 @@ def test_no_model_and_two_models():
 def test_the_model_behind_a_flag_of_several_values(flag):
     for words in ([flag, "one", "demo"], [flag, "one", "--model", "demo"], ["demo", flag, "one"]):
         arguments, unknown = parse("serve", *words)
-        assert settle_model(arguments, unknown, model_behind_list) == []
+        assert settle_model(arguments, unknown or model_behind_list(arguments)) == []
         assert arguments.model == "demo"
         assert getattr(arguments, flag[2:].replace("-", "_")) == ["one"]
+    for words in (["demo", flag, "one", "two"], ["--model", "demo", flag, "one", "two"]):
+        assert model_behind_list(parse("serve", *words)[0]) == []
+    arguments, _ = parse("serve", flag, "one")
     with pytest.raises(ConfigError, match="model: none given"):
-        settle_model(*parse("serve", flag, "one"), model_behind_list)
+        settle_model(arguments, model_behind_list(arguments))
 
 
 def test_answers_name_flags_that_a_command_has(capsys):
