@@ -1,4 +1,6 @@
-"""How long processes could have run and got no processor: the machine's doing, not theirs."""
+"""How long a process gives no sign of life, and how much of that is the machine's doing: it could
+have run and got no processor.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,50 @@ from contextlib import suppress
 from pathlib import Path
 
 SYSTEM = Path("/proc")
+HELD_UP_S = 1.0
+"""Who looks after a process was stopped itself, or held up, if it did not look for so long."""
+
+
+class Silence:
+    """How long a process has given no sign of life though it could have: without the time in which
+    nobody looked, since its messages wait meanwhile, and without that in which it got no processor.
+    """
+
+    def __init__(self) -> None:
+        self._starvation: Starvation | None = None
+        self._looked = time.monotonic()
+        self.end()
+
+    def end(self) -> None:
+        """It was heard of."""
+        self._heard = time.monotonic()
+        self.excused = 0.0
+        """Of the seconds since then, those that are no silence of its own, by what was seen."""
+
+    def look(self, pid: int | None, quiet_s: float) -> float:
+        """To be called several times a second. Whether process `pid` of this machine gets a
+        processor is looked at once it was silent for `quiet_s` seconds. Returns the seconds in
+        which nobody looked that should have.
+        """
+        now = time.monotonic()
+        held_up, self._looked = self._held_up(now), now
+        starved = 0.0
+        if pid is None or now - self._heard < quiet_s:
+            self._starvation = None
+        else:
+            self._starvation = self._starvation or Starvation(pid)
+            starved = self._starvation.look()
+        self.excused = min(self.excused + max(held_up, starved), now - self._heard)
+        return held_up
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasts."""
+        now = time.monotonic()
+        return now - self._heard - self.excused - self._held_up(now)
+
+    def _held_up(self, now: float) -> float:
+        return max(0.0, now - self._looked - HELD_UP_S)
 
 
 class Starvation:

@@ -9,8 +9,9 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,6 +41,27 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+@contextlib.contextmanager
+def crowded(pid: int) -> Iterator[None]:
+    """A process shares a processor with a dozen that keep it busy, each in a session of its own: the
+    system may deal it out by sessions.
+    """
+    (cpu, *_) = os.sched_getaffinity(0)
+    others: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(12):
+            busy = [sys.executable, "-S", "-c", "while True: pass"]
+            others.append(subprocess.Popen(busy, start_new_session=True))
+            os.sched_setaffinity(others[-1].pid, [cpu])
+        for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+            os.sched_setaffinity(thread, [cpu])
+        yield
+    finally:
+        for process in others:
+            process.kill()
+            process.wait()
 
 
 def abort(*pids: int) -> None:

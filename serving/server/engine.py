@@ -29,7 +29,7 @@ from ...shared.errors import EngineDead, InternalError, Overloaded, RequestError
 from ...shared.executor.driver import clear_up, is_stopped
 from ...shared.progress import Progress, silent
 from ...shared.sampling_params import SamplingParams
-from ...shared.starvation import Starvation
+from ...shared.starvation import Silence
 from ...shared.tokenizer import Tokenizer
 from ..batch import settings_of
 from .child import EXIT_ENGINE, EXIT_FAILED
@@ -60,8 +60,6 @@ LOG = logging.getLogger("twinfer.server")
 CHILD = f"{__package__}.child"
 WATCH_S = 0.2
 """How often it is looked after."""
-STOPPED_S = 1.0
-"""This process was stopped, or held up, if it did not look for so long."""
 ENGINE_STOPPED_S = 5.0
 """How long a signal may stop the engine, if nothing says how long it may hang: while it starts,
 nothing else would notice.
@@ -141,10 +139,7 @@ class EngineProcess:
         self._waiting: dict[int, int] = {}
         self._waiting_tokens = 0
         self._resets: deque[asyncio.Future[bool]] = deque()
-        self._heard = self._looked = self._runs = time.monotonic()
-        self._starvation: Starvation | None = None
-        self._excused = 0.0
-        """Of the time since it was heard of, what is no silence of its own."""
+        self._silence = Silence()
         self._folder = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -173,7 +168,7 @@ class EngineProcess:
         with suppress(BrokenPipeError):  # it has ended already; `_watch` will say so
             _stdin(self._process).write(job + b"\n")
             _stdin(self._process).flush()
-        self._heard = time.monotonic()
+        self._silence = Silence()
         self._tasks = [
             asyncio.create_task(self._listen()),
             asyncio.create_task(self._watch()),
@@ -231,43 +226,25 @@ class EngineProcess:
     @property
     def alive(self) -> bool:
         """Whether it has not ended, and was heard of lately. A start may take its time."""
-        hangs = self.ready is not None and self._silence() >= self.hang_limit
+        hangs = self.ready is not None and self._silence.seconds >= self.hang_limit
         return self.exit_code is None and not hangs
 
-    def _silence(self) -> float:
-        """Seconds in which this process could have heard the engine, and did not. While it is
-        stopped itself, the engine's messages wait for it; and an engine that gets no processor
-        sends none.
-        """
-        now = time.monotonic()
-        return now - self._heard - self._excused - max(0.0, now - self._looked - STOPPED_S)
-
-    def _starved(self, pid: int) -> float:
-        """Seconds since the last look in which a silent engine waited for a processor. One that was
-        heard of lately is not looked at.
-        """
-        if time.monotonic() - self._heard < min(QUIET_S, self.hang_limit / 4):
-            self._starvation = None
-            return 0.0
-        self._starvation = self._starvation or Starvation(pid)
-        return self._starvation.look()
-
-    def _excuse(self, seconds: float) -> None:
-        """Leave so much of the time since the last look out of the engine's silence."""
-        before = self._excused
-        self._excused = min(before + seconds, time.monotonic() - self._heard)
-        if before < TOLD_S <= self._excused:
+    def _look(self, pid: int) -> float:
+        """See whether it could have been heard. Returns as `Silence.look`."""
+        before = self._silence.excused
+        held_up = self._silence.look(pid, min(QUIET_S, self.hang_limit / 4))
+        if before < TOLD_S <= self._silence.excused:
             LOG.warning("nothing is heard of the engine: others have the processors")
+        return held_up
 
     async def _watch(self) -> None:
         process = _started(self._process)
+        runs = time.monotonic()
         while self.exit_code is None:
-            self._looked = time.monotonic()
             await asyncio.sleep(WATCH_S)
             now = time.monotonic()
-            held_up = max(0.0, now - self._looked - STOPPED_S)
-            self._excuse(max(held_up, self._starved(process.pid)))
-            self._runs = min(now, self._runs + held_up) if is_stopped(process.pid) else now
+            held_up = self._look(process.pid)
+            runs = min(now, runs + held_up) if is_stopped(process.pid) else now
             code = process.poll()
             if code is not None:
                 await asyncio.sleep(0.2)  # what it said last is on its way
@@ -277,12 +254,12 @@ class EngineProcess:
                     self._finish(code, f"the engine ended {how}")
             elif self.exit_code is None and not self.alive:
                 process.send_signal(signal.SIGUSR1)  # its stacks, on standard error
-                silence = self._silence()
+                silence = self._silence.seconds
                 await asyncio.sleep(STACKS_S)
                 self._finish(EXIT_ENGINE, f"the engine has hung for {silence:.0f} s; killed")
                 self._kill()
-            elif now - self._runs > (self._hang_s or ENGINE_STOPPED_S):
-                why = f"the engine was stopped for {now - self._runs:.0f} s; killed"
+            elif now - runs > (self._hang_s or ENGINE_STOPPED_S):
+                why = f"the engine was stopped for {now - runs:.0f} s; killed"
                 self._finish(EXIT_ENGINE if self.ready else EXIT_FAILED, why)
                 self._kill()
 
@@ -290,7 +267,7 @@ class EngineProcess:
         while True:
             data = await self._outbox.recv()
             try:
-                self._heard, self._excused = time.monotonic(), 0.0
+                self._silence.end()
                 self._take(decode_outbox(data))
             except Exception as error:
                 self._finish(EXIT_ENGINE, f"a message of the engine cannot be taken: {error!r}")

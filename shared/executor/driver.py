@@ -26,6 +26,7 @@ from ..config import DeviceInfo
 from ..errors import RankLost, RequestError, TwinferError
 from ..models.spec import Place, Shard
 from ..progress import Progress, silent
+from ..starvation import Silence
 from ..step import StepOutput
 from ..waiting import waiting
 from .messages import (
@@ -49,6 +50,8 @@ SILENT_S, SILENT_AT_START_S = 8.0, 120.0
 """How long a rank may give no sign of life: once steps run, and while code is loaded and
 compiled, which can keep a process busy.
 """
+QUIET_S = 2.0
+"""How long a rank may give none until it is looked at whether it gets a processor."""
 STOPPED_S = 2.0
 """How long a rank may be stopped by a signal."""
 BEAT_S = 1.0
@@ -95,8 +98,8 @@ class Launcher(Protocol):
         """How a rank has ended; None while it runs."""
         ...
 
-    def is_stopped(self, rank: int) -> bool:
-        """Whether a rank was stopped by a signal."""
+    def process(self, rank: int) -> int | None:
+        """The process id of a rank on this machine; None where another one looks after it."""
         ...
 
     def kill(self) -> None:
@@ -149,9 +152,9 @@ class Subprocesses:
         code = self._started[rank].poll()
         return None if code is None else ending(code)
 
-    def is_stopped(self, rank: int) -> bool:
+    def process(self, rank: int) -> int:
         """See `Launcher`."""
-        return is_stopped(self.processes[rank])
+        return self.processes[rank]
 
     def kill(self) -> None:
         """See `Launcher`."""
@@ -229,7 +232,7 @@ class Ranks:
         self._progressed: list[Progressed] = []
         self._numbers = 0
         self._ready = self._closing = self._closed = False
-        self._heard = [time.monotonic()] * count
+        self._silences = [Silence() for _ in range(count)]
         self._running = [time.monotonic()] * count
         self._left = False
         self._watcher = threading.Thread(target=self._watch, args=(backend, device), daemon=True)
@@ -353,7 +356,7 @@ class Ranks:
         try:
             doors = self._launcher.begin(self._context, backend, device, self.count)
             self._inboxes = doors.inboxes
-            self._heard = [time.monotonic()] * self.count
+            self._silences = [Silence() for _ in range(self.count)]
             self._listen(doors)
         except TwinferError as error:
             self._lose(error)
@@ -383,7 +386,7 @@ class Ranks:
     def _take(self, outbox: Any) -> None:
         report = decode(outbox.recv(), Report)
         rank = 0 if isinstance(report, Progressed) else report.rank
-        self._heard[rank] = time.monotonic()
+        self._silences[rank].end()
         if isinstance(report, Failed):
             self._lose(self._reason(report, outbox))
             return
@@ -443,14 +446,16 @@ class Ranks:
                 if not self._closing:
                     self._lose(RankLost(f"rank {rank} {how}"))
                 continue
-            if not self._launcher.is_stopped(rank):
-                self._running[rank] = now
-            for since, most, what in (
-                (self._running, STOPPED_S, "was stopped"),
-                (self._heard, limit, "gave no sign of life"),
+            pid, silence = self._launcher.process(rank), self._silences[rank]
+            held_up = silence.look(pid, QUIET_S)
+            stopped = pid is not None and is_stopped(pid)
+            self._running[rank] = min(now, self._running[rank] + held_up) if stopped else now
+            for seconds, most, what in (
+                (now - self._running[rank], STOPPED_S, "was stopped"),
+                (silence.seconds, limit, "gave no sign of life"),
             ):
-                if now - since[rank] > most:
-                    self._lose(RankLost(f"rank {rank} {what} for {now - since[rank]:.0f} s"))
+                if seconds > most:
+                    self._lose(RankLost(f"rank {rank} {what} for {seconds:.0f} s"))
 
     def _lose(self, error: TwinferError) -> None:
         """End all ranks, and let whoever waits for them know. The first reason counts."""

@@ -382,9 +382,8 @@ class Actors:
         except ray.exceptions.RayError:
             return f"{where} was lost: its Ray actor or its node has died"
 
-    def is_stopped(self, rank: int) -> bool:
+    def process(self, rank: int) -> None:
         """See `Launcher`: the actors look."""
-        return False
 
     def kill(self) -> None:
         """See `Launcher`."""

@@ -11,8 +11,6 @@ import resource
 import signal
 import socket
 import stat
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -22,6 +20,7 @@ import httpx
 import openai
 import pytest
 
+from ..processes import crowded
 from .kv_canary import FAULTS, watched
 from .server_process import fault, gone, served
 
@@ -169,27 +168,6 @@ def test_an_engine_that_hangs_says_where(tmp_path):
         assert '"error"' in stream.lines[-2]
         assert "sitecustomize.py" in server.log
         assert "faulty" in server.log
-
-
-@contextlib.contextmanager
-def crowded(pid):
-    """A process shares a processor with a dozen that keep it busy, each in a session of its own: the
-    system may deal it out by sessions.
-    """
-    (cpu, *_) = os.sched_getaffinity(0)
-    others = []
-    try:
-        for _ in range(12):
-            busy = [sys.executable, "-S", "-c", "while True: pass"]
-            others.append(subprocess.Popen(busy, start_new_session=True))
-            os.sched_setaffinity(others[-1].pid, [cpu])
-        for thread in map(int, os.listdir(f"/proc/{pid}/task")):
-            os.sched_setaffinity(thread, [cpu])
-        yield
-    finally:
-        for process in others:
-            process.kill()
-            process.wait()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 argument, or the environment variable FAULT, says `rank,place,what`; a rank of * is all of them.
 """
 
+import ctypes
 import os
 import signal
 import sys
@@ -40,6 +41,14 @@ class FakeWorker:
             os.kill(os.getpid(), signal.SIGKILL)
         if FAULT[2] == "hang":
             time.sleep(1000)
+        if FAULT[2] == "hang holding the lock":
+            ctypes.PyDLL(None).sleep(1000)
+        if FAULT[2] == "work":
+            sys.setswitchinterval(1000)  # no other thread of Python's runs meanwhile
+            end = time.thread_time() + 0.6
+            while time.thread_time() < end:
+                pass
+            sys.setswitchinterval(0.005)
 
     def plan_hash(self):
         return "other" if FAULT[:2] == [str(self.shard.index), "plan"] else "same"

@@ -27,6 +27,8 @@ from twinfer.shared.models.locate import model_folder
 from twinfer.shared.packer import padding
 from twinfer.shared.step import NewPages, StepInput, StepShape, batch_layout, sampling_layout
 
+from ..processes import crowded
+
 COMMAND = (sys.executable, str(Path(__file__).with_name("fake_rank.py")))
 SHAPE = StepShape(4, 8, 32, 100)
 LATEST = 10.0
@@ -276,6 +278,31 @@ def test_a_rank_that_hangs_is_noticed_where_it_gives_no_answer(monkeypatch):
         handles[1].result()
         with pytest.raises(RankLost, match="gave no answer for 1 s"):
             handles[2].result()
+    finally:
+        ranks.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["work", "hang holding the lock"])
+def test_a_rank_that_gets_no_processor_is_not_silent_and_one_that_hangs_is(what, monkeypatch):
+    """Its work is 0.6 s of processor time, of which it gets a thirteenth. One that hangs is noticed
+    beside so many too.
+    """
+    monkeypatch.setattr(driver, "SILENT_S", 3.0)
+    monkeypatch.setattr(driver, "QUIET_S", 1.2)
+    ranks = start(monkeypatch, f"1,result,{what}")
+    try:
+        worker = worker_of(ranks)
+        ranks.steps_begin()
+        with crowded(ranks.processes[1]):
+            begin = time.monotonic()
+            handle = worker.execute(step(3))
+            if what == "work":
+                handle.result()
+                assert time.monotonic() - begin > 3.0  # else there was nothing to excuse
+            else:
+                with pytest.raises(RankLost, match=r"rank 1 gave no sign of life for 3 s"):
+                    handle.result()
     finally:
         ranks.close()
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from twinfer.shared import starvation
-from twinfer.shared.starvation import Starvation
+from twinfer.shared.starvation import Silence, Starvation
 
 MS = 10**6
 
@@ -95,6 +95,49 @@ def test_threads_that_come_and_go_and_systems_that_tell_nothing(system):
     assert system.look(seen) == 0
     (at / "schedstat").write_text("")
     assert system.look(seen) == 0
+
+
+class Starved:
+    """A look at a process that waits for a processor the whole time."""
+
+    def __init__(self, pid):
+        self.pid, self.looked = pid, starvation.time.monotonic()
+
+    def look(self):
+        now = starvation.time.monotonic()
+        elapsed, self.looked = now - self.looked, now
+        return elapsed if self.pid == "starved" else 0.0
+
+
+def silent_for(system, pid, looks):
+    """How long a process was silent that was looked at after each of so many seconds."""
+    silence = Silence()
+    for seconds in looks:
+        system.now += seconds
+        silence.look(pid, quiet_s=1.0)
+    return silence
+
+
+@pytest.mark.parametrize(
+    ("pid", "looks", "seconds"),
+    [
+        ("sleeps", [0.5] * 10, 5.0),
+        ("starved", [0.5] * 10, 1.0),  # its first second is not looked at
+        (None, [0.5] * 10, 5.0),
+        ("sleeps", [0.5, 7.0, 0.5], 2.0),  # who looks was stopped
+        ("starved", [0.5, 0.5, 7.0], 1.0),  # both at once: no second counts twice
+    ],
+)
+def test_a_silence_is_what_could_have_been_heard(pid, looks, seconds, system, monkeypatch):
+    monkeypatch.setattr(starvation, "Starvation", Starved)
+    silence = silent_for(system, pid, looks)
+    assert silence.seconds == pytest.approx(seconds)
+    system.now += 5.0  # nobody has looked since
+    assert silence.seconds == pytest.approx(seconds + 1.0)
+    silence.end()
+    assert silence.seconds <= 0.0
+    assert silence.look(pid, 1.0) == pytest.approx(4.0)
+    assert silence.seconds == silence.excused == 0.0
 
 
 def test_a_real_process_that_waits_and_one_that_sleeps():
