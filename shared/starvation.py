@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 SYSTEM = Path("/proc")
+GROUPS = Path("/sys/fs/cgroup")
+"""Where Linux shows the control groups of its second version."""
 HELD_UP_S = 1.0
 """Who looks after a process was stopped itself, or held up, if it did not look for so long."""
 
@@ -62,10 +64,10 @@ class Starvation:
     systems that do not tell (all but Linux) nothing is ever starved.
     """
 
-    def __init__(self, pid: int, system: Path = SYSTEM, processors: int | None = None) -> None:
+    def __init__(self, pid: int, system: Path = SYSTEM, processors: float | None = None) -> None:
         self._pid = pid
         self._system = system
-        self._processors = processors or _processors_of(pid)
+        self._processors = processors or processors_of(pid)
         self._seen: dict[Path, tuple[int, int]] = {}
         self._looked = time.monotonic()
 
@@ -73,6 +75,7 @@ class Starvation:
         """Seconds since the last look in which one of the threads that were there then could run
         and did not, because others had the processors: of the thread that waited longest, but no
         more than the share of the processors that these threads together did not have. 0 at first.
+        While a quota holds a thread back, Linux counts that as its wait.
         """
         now = time.monotonic()
         before, elapsed = self._seen, now - self._looked
@@ -93,11 +96,31 @@ class Starvation:
         return max(0.0, min(longest, elapsed - used / self._processors))
 
 
-def _processors_of(pid: int) -> int:
+def processors_of(pid: int, system: Path = SYSTEM, groups: Path = GROUPS) -> float:
+    """How many processors a process and its descendants may use: those that it may run on, or as
+    many as the quota of its container allows, or that of a group around it.
+    """
     try:
-        return len(os.sched_getaffinity(pid))
+        count = len(os.sched_getaffinity(pid))
     except (AttributeError, OSError):  # another system; it has ended
-        return os.cpu_count() or 1
+        count = os.cpu_count() or 1
+    return min([count, *_quotas(pid, system, groups)])
+
+
+def _quotas(pid: int, system: Path, groups: Path) -> Iterator[float]:
+    """The processors that each control group around a process allows, where it says so."""
+    with suppress(OSError, ValueError):
+        for line in (system / str(pid) / "cgroup").read_text().splitlines():
+            number, _, path = line.split(":", 2)
+            if number != "0" or ".." in Path(path).parts:  # the first version; outside of ours
+                continue
+            group = groups / path.lstrip("/")
+            for folder in (group, *group.parents):
+                if not folder.is_relative_to(groups):
+                    break
+                with suppress(OSError, ValueError):  # no bound is said, or "max", which is none
+                    quota, period = map(int, (folder / "cpu.max").read_text().split())
+                    yield quota / period
 
 
 def _threads(system: Path, pid: int) -> Iterator[Path]:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from twinfer.shared import starvation
-from twinfer.shared.starvation import Silence, Starvation
+from twinfer.shared.starvation import Silence, Starvation, processors_of
 
 MS = 10**6
 
@@ -95,6 +95,47 @@ def test_threads_that_come_and_go_and_systems_that_tell_nothing(system):
     assert system.look(seen) == 0
     (at / "schedstat").write_text("")
     assert system.look(seen) == 0
+
+
+@pytest.mark.parametrize(
+    ("told", "limits", "processors"),
+    [
+        ("0::/\n", {"": "150000 100000\n"}, 1.5),
+        ("0::/\n", {"": "max 100000\n"}, None),
+        ("0::/a/b\n", {"a/b": "max 100000\n", "a": "20000 100000\n", "": "50000 100000"}, 0.2),
+        ("4:cpu:/x\n0::/a\n", {"a": "10000 50000\n", "x": "1000 100000\n"}, 0.2),
+        ("0::/a:b\n", {"a:b": "50000 100000\n"}, 0.5),
+        ("0::/../a\n", {"a": "50000 100000\n"}, None),
+        ("0::/gone\n", {}, None),
+        ("0::/\n", {"": "none\n"}, None),
+        ("1:cpu:/\n", {"": "50000 100000\n"}, None),
+        ("\n", {"": "50000 100000\n"}, None),
+        (None, {"": "50000 100000\n"}, None),
+        ("0::/\n", {"": "100000000 1000\n"}, None),  # more than there are
+    ],
+)
+def test_a_quota_is_so_many_processors(told, limits, processors, tmp_path):
+    groups = tmp_path / "groups"
+    (tmp_path / "7").mkdir()
+    if told is not None:
+        (tmp_path / "7" / "cgroup").write_text(told)
+    for path, text in limits.items():
+        (groups / path).mkdir(parents=True, exist_ok=True)
+        (groups / path / "cpu.max").write_text(text)
+    most = processors_of(7, tmp_path / "nothing", groups)
+    assert most == int(most)
+    assert processors_of(7, tmp_path, groups) == (processors or most)
+
+
+def test_threads_that_use_up_their_quota_are_not_starved(system):
+    """Else one that hangs in a loop, beside its like, would have an excuse for ever."""
+    for tid in range(4):
+        system.thread(7, tid, "R", 50, 9)
+    seen = Starvation(7, system.folder, processors=0.5)
+    assert system.look(seen) == 0
+    for tid in range(4):
+        system.thread(7, tid, "R", 75, 9 + 175)
+    assert system.look(seen) == pytest.approx(0)
 
 
 class Starved:
