@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from ... import __version__
 from ...shared.chat import MAX_OUTPUT, render_chat
@@ -588,10 +590,17 @@ def build_app(settings: Settings, engine: Engines, metrics: Metrics) -> Any:
         keys=settings.keys,
         max_body=settings.max_body,
         open_paths=pages,
+        is_path=partial(_is_path, app),
         log_requests=settings.log_requests,
         traces=settings.traces,
     )
     return shared(doors, settings.cors)
+
+
+def _is_path(app: FastAPI, path: str) -> bool:
+    """Whether there is a route for a path, with whatever method."""
+    scope = {"type": "http", "path": path, "method": ""}
+    return any(route.matches(scope)[0] is not Match.NONE for route in app.routes)
 
 
 async def no_route(request: Request, error: Exception) -> Response:

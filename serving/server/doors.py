@@ -37,6 +37,7 @@ class Doors:
     the head is sent. `scope["twinfer.salt"]` tells tenants apart in the prefix cache.
     Routes put what they ask of the engine into `scope["twinfer.lives"]`. The end of each POST is
     logged: at level INFO with `log_requests`, else DEBUG; and told to `traces`, if there are any.
+    `is_path`: whether the application has a path.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Doors:
         keys: Sequence[str],
         max_body: int,
         open_paths: Sequence[str] = (),
+        is_path: Callable[[str], bool] = lambda path: False,
         log_requests: bool = False,
         traces: Traces | None = None,
     ) -> None:
@@ -53,6 +55,7 @@ class Doors:
         self._digests = [_digest(key) for key in keys]
         self._max_body = max_body
         self._open = (*OPEN, *open_paths)
+        self._is_path = is_path
         self._traces = traces
         self._level = logging.INFO if log_requests else logging.DEBUG
 
@@ -63,10 +66,10 @@ class Doors:
         scope["twinfer.id"] = secrets.token_hex(8)
         scope["twinfer.lives"] = []
         # uvicorn puts the prefix that a proxy has cut off before each path again: here it is there
-        # twice if the proxy has left it.
+        # twice if the proxy has left it, and if it begins one of our paths.
         root = scope.get("root_path", "")
         asked = scope["path"].removeprefix(root)
-        if root and f"{asked}/".startswith(f"{root}/"):
+        if root and f"{asked}/".startswith(f"{root}/") and not self._is_path(asked):
             scope["path"] = asked
         name, status, start = _name(scope), 499, time.monotonic()
         scope["twinfer.name"] = name.decode()
