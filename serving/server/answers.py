@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -250,7 +250,7 @@ class ChatAnswer:
         self._words = words
         self._scores = scores
         self._new_parser = parsers
-        self._parsers: dict[int, OutputParser] = {}
+        self._readers: dict[int, Reader] = {}
         self._think_end = think_end
 
     def whole(self, live: Live) -> dict[str, Any]:
@@ -319,10 +319,11 @@ class ChatAnswer:
         return found
 
     def _events(self, news: News) -> list[Event]:
-        parser = self._parsers.get(news.index)
-        if parser is None:
-            parser = self._parsers[news.index] = self._new_parser()
-        events = read_news(parser, news, reasoning=self._reasoning)
+        reader = self._readers.get(news.index)
+        if reader is None:
+            reader = Reader(self._new_parser(), self._think_end, tells=self._reasoning)
+            self._readers[news.index] = reader
+        events = reader.read(news)
         if news.first and self._echoed:
             events.insert(0, ContentText(self._echoed))
         return events
@@ -340,8 +341,8 @@ class ChatAnswer:
 
     def _usage(self, live: Live) -> dict[str, Any]:
         told = usage([live])
-        told["completion_tokens_details"]["reasoning_tokens"] = reasoning_tokens(
-            live, self._think_end, self._parsers
+        told["completion_tokens_details"]["reasoning_tokens"] = sum(
+            reader.reasoning_tokens for reader in self._readers.values()
         )
         return told
 
@@ -357,14 +358,45 @@ class ChatAnswer:
         return self._words.chat(tokens, scores, self._scores, as_ids=self._as_ids)
 
 
-def read_news(parser: OutputParser, news: News, *, reasoning: bool = True) -> list[Event]:
-    """What a parser makes of what is new; without its reasoning, if that is not wanted."""
-    events = parser.push(None, news.text)
-    if news.finish_reason is not None:
-        events += parser.finish(finish_reason(news.finish_reason) or "stop")
-    if reasoning:
-        return events
-    return [one for one in events if not isinstance(one, ReasoningText)]
+class Reader:
+    """Reads the news of one completion: the parser's events, and how many tokens its reasoning has.
+    `think_end`: the token that ends reasoning. `tells`: whether reasoning is told.
+    """
+
+    def __init__(self, parser: OutputParser, think_end: int | None, *, tells: bool = True) -> None:
+        self._parser = parser
+        self._think_end = think_end
+        self._tells = tells
+        self._count = 0
+        self._ended = False
+
+    def read(self, news: News) -> list[Event]:
+        """What the parser makes of what is new; without its reasoning, if that is not told."""
+        self._look_for_end(news.token_ids)
+        events = self._parser.push(None, news.text)
+        if news.finish_reason is not None:
+            events += self._parser.finish(finish_reason(news.finish_reason) or "stop")
+        if self._tells:
+            return events
+        return [one for one in events if not isinstance(one, ReasoningText)]
+
+    def _look_for_end(self, tokens: Sequence[int]) -> None:
+        if self._ended:
+            return
+        self._ended = self._think_end in tokens
+        self._count += tokens.index(self._think_end) + 1 if self._ended else len(tokens)
+
+    @property
+    def reasons(self) -> bool:
+        """Whether reasoning has begun and not ended."""
+        return self._parser.reasons
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens up to the one that ends reasoning, itself included; all that were read where it
+        has not ended, and none where no token ends it.
+        """
+        return self._count if self._ended or self.reasons else 0
 
 
 def named_events(events: Sequence[dict[str, Any]]) -> bytes:
@@ -374,20 +406,6 @@ def named_events(events: Sequence[dict[str, Any]]) -> bytes:
 
 def _lasts(deltas: Sequence[Any]) -> list[bool]:
     return [place == len(deltas) - 1 for place in range(len(deltas))]
-
-
-def reasoning_tokens(live: Live, think_end: int | None, parsers: Mapping[int, OutputParser]) -> int:
-    """Tokens of each completion up to the one that ends reasoning, itself included; all of them
-    where it has not ended, and none where no token ends it. `parsers` have read the completions.
-    """
-    count = 0
-    for output in live.outputs:
-        parser = parsers.get(output.index)
-        if think_end in output.token_ids:
-            count += output.token_ids.index(think_end) + 1
-        elif parser is not None and parser.reasons:
-            count += len(output.token_ids)
-    return count
 
 
 def _whole_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:

@@ -33,12 +33,11 @@ from ..responses import ResponseEvents, Usage
 from .answers import (
     ChatAnswer,
     CompletionAnswer,
+    Reader,
     Words,
     encode,
     error_body,
     error_of,
-    read_news,
-    reasoning_tokens,
 )
 from .cors import shared
 from .doors import Doors, TooLarge, too_large
@@ -361,22 +360,19 @@ class Server:
             int(time.time()),
             body.repeated(),
         )
-        parser, reasoning = new_parser(), chat.include_reasoning is not False
+        tells = chat.include_reasoning is not False
+        reader = Reader(new_parser(), self._think_end, tells=tells)
 
         def take() -> list[dict[str, Any]]:
             return [
                 out
                 for news in live.news()
-                for out in events.take(
-                    read_news(parser, news, reasoning=reasoning), self._scores(chat, news, parser)
-                )
+                for out in events.take(reader.read(news), self._scores(chat, news, reader))
             ]
 
         def used() -> Usage:
-            output = live.outputs[0]
-            thought = reasoning_tokens(live, self._think_end, {0: parser})
-            count = len(output.token_ids)
-            return Usage(len(live.prompt_ids), count, live.num_cached_tokens, thought)
+            count, cached = len(live.outputs[0].token_ids), live.num_cached_tokens
+            return Usage(len(live.prompt_ids), count, cached, reader.reasoning_tokens)
 
         if body.stream:
             return await self._stream(request, [live], response_events(live, events, take, used))
@@ -388,11 +384,11 @@ class Server:
 
         return await _told(whole, [live])
 
-    def _scores(self, chat: ChatRequest, news: News, parser: OutputParser) -> list[dict[str, Any]]:
+    def _scores(self, chat: ChatRequest, news: News, reader: Reader) -> list[dict[str, Any]]:
         """Log-probabilities of new tokens, if they were asked for; not of those that end reasoning
-        or stand before that end. `parser` has read them.
+        or stand before that end. `reader` has read them.
         """
-        if not chat.logprobs or news.logprobs is None or parser.reasons:
+        if not chat.logprobs or news.logprobs is None or reader.reasons:
             return []
         tokens, scores = news.token_ids, news.logprobs
         if self._think_end in tokens:

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from twinfer.serving.formats.parser import OutputParser
 from twinfer.serving.formats.table import FORMATS
 from twinfer.serving.responses import ResponseEvents
-from twinfer.serving.server.answers import ChatAnswer, Words, read_news
+from twinfer.serving.server.answers import ChatAnswer, Reader, Words
 from twinfer.serving.server.app import Server, Settings, build_app
 from twinfer.serving.server.engine import EngineProcess, Limits
 from twinfer.serving.server.fields import ChatRequest, read_fields
@@ -149,6 +149,48 @@ def test_reasoning_that_has_not_ended_is_counted():
         assert count == (usage["completion_tokens"] if all_of_it else 0)  # no token ends it here
 
 
+class Counted(list):
+    """Token ids that count how many of them were looked through."""
+
+    looked = 0
+
+    def index(self, *given):
+        Counted.looked += len(self)
+        return super().index(*given)
+
+    def __contains__(self, token):
+        Counted.looked += len(self)
+        return super().__contains__(token)
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        return Counted(found) if isinstance(key, slice) else found
+
+
+@pytest.mark.parametrize(("end", "count"), [(7, 700), (None, 1000)])
+def test_each_token_is_looked_at_once_for_the_end_of_reasoning(end, count):
+    """However often the usage is told."""
+    think = dataclasses.replace(FORMATS["think"], think=("<think>", ";"))
+    Counted.looked = 0
+
+    async def run():
+        live = Live([1], [SamplingParams(max_tokens=9999)], None)
+        live.outputs[0].token_ids = Counted()
+        answer = ChatAnswer(
+            "c", "m", 1, Words(None), None, lambda: OutputParser(think, None, "<think>", ()), end
+        )
+        for place in range(1000):
+            live.take(0, Update("1", (7 if place == 699 else 5,)))
+            for news in live.news():
+                answer.pieces(live, news)
+            told = answer.usage(live)["usage"]
+            assert told["completion_tokens"] == place + 1
+        return told["completion_tokens_details"]["reasoning_tokens"]
+
+    assert asyncio.run(run()) == count
+    assert Counted.looked <= 2000
+
+
 def test_a_response_has_no_scores_of_reasoning_however_it_arrives():
     ids = TOKENIZER.encode("a file;b c")
     end = TOKENIZER.encode(";")[0]
@@ -160,7 +202,7 @@ def test_a_response_has_no_scores_of_reasoning_however_it_arrives():
     async def run(step):
         live = Live([1], [SamplingParams(max_tokens=99, logprobs=0)], TOKENIZER)
         events = ResponseEvents("r", "m", 1)
-        parser = OutputParser(think, None, "<think>", ())
+        reader = Reader(OutputParser(think, None, "<think>", ()), end)
         for first in range(0, len(ids), step):
             tokens = ids[first : first + step]
             reason = FinishReason.LENGTH if first + step >= len(ids) else None
@@ -168,7 +210,7 @@ def test_a_response_has_no_scores_of_reasoning_however_it_arrives():
                 0, Update("1", tuple(tokens), reason, [{t: Logprob(-1.0, 1)} for t in tokens])
             )
             for news in live.news():
-                events.take(read_news(parser, news), server._scores(chat, news, parser))
+                events.take(reader.read(news), server._scores(chat, news, reader))
         return events.response(None)["output"]
 
     for step in (1, 3, 99):
