@@ -79,6 +79,14 @@ class Tokenizer:
         )
         self._pieces: dict[int, bytes | str | None] = {}
 
+    @property
+    def front(self) -> list[int]:
+        """The special tokens that `encode` puts before each text."""
+        own = self.encode("a", False)
+        ids = self.encode("a")
+        places = [place for place in range(len(ids)) if ids[place : place + len(own)] == own]
+        return ids[: places[0]] if places else []
+
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer | None:
         """The tokenizer of a model folder, None if there is no tokenizer.json. Raises

@@ -247,9 +247,30 @@ class Server:
         """Tokens of the longest prompt: one more has to fit."""
         return None if self._room is None else self._room - 1
 
+    def _kept(self, body: Generation, usual: int) -> int | None:
+        """How many of a prompt's last tokens are read, see `Generation.kept`. None: all of them, as
+        also before the engine has said its sizes.
+        """
+        wanted = body.truncate_prompt_tokens
+        if wanted is None:
+            return None
+        ready, room = self._engine.ready, self._room
+        if ready is None or room is None:
+            return None
+        return body.kept(wanted, ready.model["max_model_len"], room, usual)
+
+    def _front(self, special: bool, kept: int | None) -> list[int]:
+        """The special tokens that stay before the last `kept` of a text that was encoded with them
+        (`special`), if they leave room for more.
+        """
+        if kept is None or not special:
+            return []
+        front = need_tokenizer(self._settings.tokenizer).front
+        return front if len(front) < kept else []
+
     def _render(self, chat: ChatRequest, most: int | None) -> tuple[str, list[int]]:
         """The prompt of a conversation, as text and as tokens. Raises RequestError; for more than
-        `most` tokens before there is a list of them.
+        `most` tokens before there is a list of them, unless fewer are to be read.
         """
         tokenizer = need_tokenizer(self._settings.tokenizer, "messages", "there are no chats")
         continues = bool(chat.continue_final_message)
@@ -264,8 +285,10 @@ class Server:
             add_generation_prompt=not continues if generates is None else generates,
             continue_final_message=continues,
         )
+        kept, special = self._kept(chat, 1), bool(chat.add_special_tokens)
         try:
-            return text, tokenizer.encode(text, bool(chat.add_special_tokens), most)
+            ids = tokenizer.encode(text, special, most if kept is None else None)
+            return text, _last(ids, kept, self._front(special, kept))
         except RequestError as error:
             raise renamed(error, {"prompt": "messages"}) from None
 
@@ -406,10 +429,19 @@ class Server:
         prompts = body.prompts()
         body.check_lists(len(prompts))
         self._engine.admit(0, 0)
+        kept, front = self._kept(body, COMPLETION_TOKENS), list[int]()
         ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
         if texts := [prompt for prompt in prompts if isinstance(prompt, str)]:  # all, or none
             special = body.add_special_tokens is not False
-            ids = await self._encode(texts, special, self._longest)
+            ids = await self._encode(texts, special, self._longest if kept is None else None)
+            front = self._front(special, kept)
+        read = [_last(prompt, kept, front) for prompt in ids]
+        # What is echoed is what was read.
+        prompts = [
+            prompt if few is whole else few[len(front) :]
+            for prompt, whole, few in zip(prompts, ids, read, strict=True)
+        ]
+        ids = read
         params = self._params(body, len(ids[0]), whole_context=False)
         settings = [self._seeded(params) for _ in ids]
         answer = CompletionAnswer(
@@ -638,6 +670,13 @@ async def _body(request: Request) -> Any:
     if len(data) < LONG_BODY:
         return read_json(data)
     return await asyncio.to_thread(read_json, data)
+
+
+def _last(ids: list[int], kept: int | None, front: list[int]) -> list[int]:
+    """The last `kept` tokens of a prompt, among them those that it begins with (`front`)."""
+    if kept is None or len(ids) <= kept:
+        return ids
+    return front + ids[len(ids) - kept + len(front) :]
 
 
 async def _in_thread(work: Callable[..., Any], *arguments: Any, size: int) -> Any:

@@ -61,7 +61,7 @@ ELSEWHERE = {
     name: "is not supported"
     for name in (
         "bad_words", "logits_processors", "prompt_embeds", "repetition_detection", "suffix",
-        "thinking_token_budget", "truncate_prompt_tokens", "use_beam_search",
+        "thinking_token_budget", "use_beam_search",
     )
 }  # fmt: skip
 """Fields that other servers know, each of which changes the text: not to be passed over."""
@@ -110,6 +110,8 @@ class Generation(BaseModel):
     priority: int | None = None
     cache_salt: str | None = None
     echo: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    """How many of a prompt's last tokens are read; see `kept`."""
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -158,6 +160,28 @@ class Generation(BaseModel):
                     "stream_options.continuous_usage_stats", "needs include_usage: true"
                 )
 
+    @property
+    def most_tokens(self) -> int | None:
+        """The maximum that the body names."""
+        return self.max_tokens
+
+    def kept(self, wanted: int, length: int, room: int, usual: int) -> int:
+        """How many of a prompt's last tokens are read, where `wanted` are to be. The context has
+        `length` tokens, of which prompt and completion have `room`. -1 leaves room for the maximum
+        that is named, else for `usual` tokens. Raises RequestError.
+        """
+        name = "truncate_prompt_tokens"
+        if wanted != -1 and not 1 <= wanted <= length:
+            raise RequestError(name, f"got {show(wanted)}, allowed is -1 or 1 to {length}")
+        if wanted != -1:
+            return min(wanted, room - 1)
+        left = usual if self.most_tokens is None else max(1, self.most_tokens)
+        if left >= room:
+            raise RequestError(
+                name, f"got -1, but {left} tokens of the answer leave none of {room} to the prompt"
+            )
+        return room - left
+
     def check_lists(self, prompts: int) -> None:
         """Raise RequestError for lists of token ids that are too long for so many prompts."""
         count = prompts * (self.n or 1)
@@ -187,8 +211,8 @@ class Generation(BaseModel):
             values["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.logit_bias is not None:
             values["logit_bias"] = _biases(self.logit_bias)
-        if self.max_tokens is not None:
-            values["max_tokens"] = self.max_tokens
+        if self.most_tokens is not None:
+            values["max_tokens"] = self.most_tokens
         elif most_tokens is not None:
             values["max_tokens"] = most_tokens
         return replace(defaults, **values | self.scores())
@@ -374,12 +398,15 @@ class ChatRequest(Generation):
     def params(self, defaults: SamplingParams, most_tokens: int | None) -> SamplingParams:
         """As `Generation.params`; `max_completion_tokens` goes before `max_tokens`."""
         try:
-            if self.max_completion_tokens is not None:
-                limited = self.model_copy(update={"max_tokens": self.max_completion_tokens})
-                return Generation.params(limited, defaults, most_tokens)
             return super().params(defaults, most_tokens)
         except RequestError as error:
             raise self._renamed(error) from None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """See `Generation`."""
+        named = self.max_completion_tokens
+        return self.max_tokens if named is None else named
 
     def _renamed(self, error: RequestError) -> RequestError:
         """The error by the name that the field has here."""

@@ -485,6 +485,13 @@ BAD = [
     (dict(prompt=[10**9]), "prompt"),
     (dict(prompt=[[1], []]), "prompt"),
     (dict(prompt=[1] * 600), "prompt"),
+    (dict(truncate_prompt_tokens=0), "truncate_prompt_tokens"),
+    (dict(truncate_prompt_tokens=-2), "truncate_prompt_tokens"),
+    (dict(truncate_prompt_tokens=513), "truncate_prompt_tokens"),
+    (dict(truncate_prompt_tokens=10**30), "truncate_prompt_tokens"),
+    (dict(truncate_prompt_tokens=2.0), "truncate_prompt_tokens"),
+    (dict(truncate_prompt_tokens=True), "truncate_prompt_tokens"),
+    (dict(truncate_prompt_tokens=-1, max_tokens=512), "truncate_prompt_tokens"),
     (dict(prompt={"a": 1}), "prompt"),
     (dict(prompt=["a", 1]), "prompt"),
     (dict(prompt=[True]), "prompt"),
@@ -536,6 +543,8 @@ CHAT_BAD = [
     (dict(modalities=["audio"]), "modalities"),
     (dict(chat_template="{{ 1 }}"), "chat_template"),
     (dict(echo=1), "echo"),
+    (dict(truncate_prompt_tokens=0), "truncate_prompt_tokens"),
+    (dict(truncate_prompt_tokens=-1, max_completion_tokens=512), "truncate_prompt_tokens"),
     (dict(prompt_logprobs=21), "prompt_logprobs"),
     (dict(use_beam_search=True), "use_beam_search"),
     (dict(documents=["x"]), "documents"),
@@ -591,6 +600,94 @@ def test_a_bad_field_of_another_path_is_named(path, change, field, server):
         answer = client.post(path, json=said | change)
     assert answer.status_code in (400, 404), answer.text
     assert answer.json()["error"]["param"] == field
+
+
+PLAIN = {"max_tokens": 6, "temperature": 0, "return_token_ids": True}
+
+
+def told(client, path, body):
+    """What is told of each choice, whole: texts, and ids of prompt and completion."""
+    answer = client.post(path, json=PLAIN | body)
+    assert answer.status_code == 200, answer.text
+    answer = answer.json()
+    return [
+        (
+            one["text"] if "text" in one else one["message"]["content"],
+            one.get("prompt_token_ids", answer.get("prompt_token_ids")),
+            one["token_ids"],
+        )
+        for one in answer["choices"]
+    ], answer["usage"]["prompt_tokens"]
+
+
+def told_in_events(client, path, body):
+    """The same of a stream."""
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    with client.stream("POST", path, json=PLAIN | body | options) as answer:
+        events = [json.loads(line[6:]) for line in answer.iter_lines() if line[6:7] == "{"]
+    found = {}
+    for event in events[:-1]:
+        (one,) = event["choices"]
+        text, prompt, ids = found.get(one["index"], ("", None, []))
+        more = one["text"] if "text" in one else one["delta"].get("content", "")
+        prompt = prompt or one.get("prompt_token_ids") or event.get("prompt_token_ids")
+        found[one["index"]] = text + more, prompt, ids + one.get("token_ids", [])
+    # In chats the first choice's first piece has those of all.
+    first = found[0][1]
+    return [(t, p or first, i) for _, (t, p, i) in sorted(found.items())], events[-1]["usage"][
+        "prompt_tokens"
+    ]
+
+
+@pytest.mark.parametrize("tell", [told, told_in_events])
+def test_the_end_of_a_prompt_may_be_all_that_is_read(tell, server):
+    """Of each prompt its own; what is echoed, scored and counted is what was read."""
+    path = "/v1/completions"
+    with server.client() as client:
+        ids = client.post("/tokenize", json={"prompt": "def f(x):\n    return x"}).json()["tokens"]
+        prompts = [ids, ids[:5], ids * 30]
+        for kept in (1, 3, len(ids), 511, 512):
+            cut = {"prompt": prompts, "truncate_prompt_tokens": kept, "n": 2}
+            if kept > 500:
+                cut["max_tokens"] = 1
+            found, count = tell(client, path, cut)
+            same = cut | {"prompt": [one[-min(kept, 511) :] for one in prompts]}
+            del same["truncate_prompt_tokens"]
+            assert (found, count) == tell(client, path, same)
+            assert [prompt for _, prompt, _ in found[::2]] == same["prompt"]
+        # -1: what fits beside the answer.
+        for most, left in ((40, 472), (None, 496)):
+            cut = {"prompt": ids * 60, "truncate_prompt_tokens": -1, "max_tokens": most}
+            ((_, prompt, new),), count = tell(client, path, cut)
+            assert prompt == (ids * 60)[-left:]
+            assert (count, len(new)) == (left, most or 16)
+        text = {"prompt": "y = 1\nx = 12", "truncate_prompt_tokens": 3, "echo": True}
+        ((echoed, prompt, new),), count = tell(client, path, text)
+        assert count == 3
+        assert echoed.startswith(
+            client.post("/detokenize", json={"tokens": prompt}).json()["prompt"]
+        )
+        assert new[:3] == prompt
+
+
+@pytest.mark.parametrize("tell", [told, told_in_events])
+def test_the_end_of_a_chat_may_be_all_that_is_read(tell, server):
+    path, chat = "/v1/chat/completions", {"messages": MESSAGES}
+    with server.client() as client:
+        ids = client.post("/tokenize", json=chat).json()["tokens"]
+        few = client.post("/tokenize", json=chat | {"truncate_prompt_tokens": 4}).json()
+        assert (few["count"], few["tokens"]) == (4, ids[-4:])
+        found, count = tell(client, path, chat | {"truncate_prompt_tokens": 4, "n": 2})
+        assert ([prompt for _, prompt, _ in found], count) == ([ids[-4:]] * 2, 4)
+        ((_, prompt, _),), _ = tell(client, path, chat | {"truncate_prompt_tokens": -1})
+        assert prompt == ids
+        long = {"messages": [{"role": "user", "content": "x = 1\n" * 400}]}
+        assert client.post(path, json=PLAIN | long).status_code == 400
+        ((_, prompt, new),), _ = tell(client, path, long | {"truncate_prompt_tokens": -1})
+        assert (len(prompt), len(new)) == (506, 6)
+        response = {"input": "x = 1\n" * 400, "truncate_prompt_tokens": 9, "max_output_tokens": 2}
+        usage = client.post("/v1/responses", json=response).json()["usage"]
+        assert (usage["input_tokens"], usage["output_tokens"]) == (9, 2)
 
 
 def test_what_asks_for_nothing_is_not_refused(server):
@@ -1441,6 +1538,7 @@ LIKELY = {
     "cache_salt": st.text(max_size=300), "skip_special_tokens": st.booleans(),
     "include_stop_str_in_output": st.booleans(), "return_token_ids": st.booleans(),
     "return_tokens_as_token_ids": st.booleans(), "add_special_tokens": st.booleans(),
+    "truncate_prompt_tokens": st.integers(-2, 6) | NUMBER,
     "best_of": st.integers(-1, 5), "model": st.sampled_from(["demo", "", "x\0"]) | NUMBER,
 }  # fmt: skip
 

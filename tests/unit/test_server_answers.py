@@ -14,7 +14,7 @@ from twinfer.serving.formats.parser import OutputParser
 from twinfer.serving.formats.table import FORMATS
 from twinfer.serving.responses import ResponseEvents
 from twinfer.serving.server.answers import ChatAnswer, Reader, Words
-from twinfer.serving.server.app import Server, Settings, build_app
+from twinfer.serving.server.app import Server, Settings, _last, build_app
 from twinfer.serving.server.engine import EngineProcess, Limits
 from twinfer.serving.server.fields import ChatRequest, read_fields
 from twinfer.serving.server.live import Live
@@ -124,6 +124,25 @@ def test_special_tokens_of_a_chat_are_those_of_its_template_unless_it_asks_for_m
     _, plain = server._render(read_fields(ChatRequest, body), None)
     _, more = server._render(read_fields(ChatRequest, body | {"add_special_tokens": True}), None)
     assert more == [0, *plain]
+
+
+@pytest.mark.parametrize(
+    ("kept", "read"), [(9, "^abcd@"), (6, "^abcd@"), (5, "^bcd@"), (3, "^d@"), (2, "^@"), (1, "@")]
+)
+def test_what_begins_each_text_stays_before_its_end(kept, read):
+    tokenizer = Tokenizer.load(model_folder("demo"))
+    (begin,), (end,) = tokenizer.encode("^"), tokenizer.encode("@")
+    tokenizer._backend.post_processor = TemplateProcessing(
+        single="^ $A @", special_tokens=[("^", begin), ("@", end)]
+    )
+    server = Server(Settings(["m"], tokenizer, SamplingParams(), FORMATS["none"]), None, None)
+    own = [token for one in "abcd" for token in tokenizer.encode(one, False)]
+    ids = [begin, *own, end]
+    found = _last(ids, kept, server._front(True, kept))
+    assert [tokenizer.decode([token], False) for token in found] == list(read)
+    assert _last(own, 3, server._front(False, 3)) == own[-3:]
+    assert tokenizer.front == [begin]
+    assert TOKENIZER.front == []
 
 
 def test_others_run_while_many_short_texts_are_encoded():
