@@ -101,7 +101,6 @@ _ANSWERS = (
     ),
     ("each request asks: stream_options.include_usage", "--enable-force-include-usage"),
     ("each request asks: return_tokens_as_token_ids", "--return-tokens-as-token-ids"),
-    ("/metrics tells it; leave it out", "--enable-server-load-tracking"),
     ("an answer's role is assistant; leave it out", "--response-role"),
     ("contents reach a template as text; see --chat-template", "--chat-template-content-format"),
     ("no template comes with a request; see --chat-template", "--trust-request-chat-template"),

@@ -120,6 +120,19 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="a page at / with throughput, cache and a prompt box",
     )
+    g.add_argument(
+        "--enable-server-load-tracking",
+        action="store_true",
+        help="GET /load tells how many calls are being answered (default: off)",
+    )
+    g.add_argument(
+        "--stream-interval",
+        type=whole_number(1),
+        default=1,
+        metavar="N",
+        help="new tokens that an event of a stream has at least, from 1, behind its first and "
+        "before its last (default: %(default)s)",
+    )
     g.add_argument("--access-log", action="store_true", help="a line for each call (default: off)")
     g.add_argument(
         "--log-requests",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import codecs
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
+from ... import __version__
 from ...shared.engine import TokenLogprobs
 from ...shared.errors import (
     InternalError,
@@ -30,6 +32,7 @@ from ..formats.events import (
 )
 from ..formats.parser import OutputParser
 from .live import Live, News
+from .messages import Ready
 
 encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
@@ -84,6 +87,17 @@ def finish_reason(reason: str | None) -> str | None:
     if reason == "error":
         raise InternalError("the model's logits were not finite")
     return reason
+
+
+def fingerprint_of(ready: Ready | None) -> str | None:
+    """A name for all that decides, beside a request, which tokens it gets: this version of the
+    package, the device and the engine's options as they were resolved.
+    """
+    if ready is None:
+        return None
+    sizes = {name: ready.model.get(name) for name in ("backend", "platform", "device")}
+    told = msgspec.json.encode([__version__, sizes, ready.options], order="deterministic")
+    return f"fp_{hashlib.sha256(told).hexdigest()[:12]}"
 
 
 class Words:
@@ -235,6 +249,7 @@ class ChatAnswer:
         parsers: Callable[[], OutputParser],
         think_end: int | None,
         *,
+        fingerprint: str | None = None,
         echoed: str = "",
         prompt_scores: int | None = None,
         reasoning: bool = True,
@@ -246,7 +261,12 @@ class ChatAnswer:
         self._reasoning = reasoning
         self._as_ids = as_ids
         self._with_ids = with_ids
-        self._head = {"id": name, "created": created, "model": model}
+        self._head = {
+            "id": name,
+            "created": created,
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
         self._words = words
         self._scores = scores
         self._new_parser = parsers
@@ -446,6 +466,7 @@ class CompletionAnswer:
         created: int,
         words: Words,
         *,
+        fingerprint: str | None,
         prompts: Sequence[str],
         per_prompt: int,
         scores: int | None,
@@ -455,7 +476,13 @@ class CompletionAnswer:
         with_ids: bool,
         prompt_scores: int | None,
     ) -> None:
-        self._head = {"id": name, "object": "text_completion", "created": created, "model": model}
+        self._head = {
+            "id": name,
+            "object": "text_completion",
+            "created": created,
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
         self._words = words
         self._prompts = prompts
         self._per_prompt = per_prompt

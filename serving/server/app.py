@@ -38,9 +38,10 @@ from .answers import (
     encode,
     error_body,
     error_of,
+    fingerprint_of,
 )
 from .cors import shared
-from .doors import Doors, TooLarge, too_large
+from .doors import Doors, Load, TooLarge, too_large
 from .events import log_failure, piece_events, response_events
 from .fields import (
     FORM,
@@ -104,6 +105,10 @@ class Settings:
     bounds_answers: bool = False
     """Whether the model brings the `max_tokens` of `defaults` along."""
     traces: Traces | None = None
+    stream_interval: int = 1
+    """How many new tokens of a completion an event of a stream has at least, behind its first."""
+    load: Load | None = None
+    """Where calls under way are counted; None: they are not."""
     cors: dict[str, Any] | None = None
     """See `cors_options`."""
 
@@ -132,6 +137,10 @@ class Server:
         """Whether a request would be taken now."""
         self._engine.admit(0, 0)
         return Response(b"", 200)
+
+    async def load(self, request: Request) -> Response:
+        """How many calls that generate are under way."""
+        return _json(200, {"server_load": self._settings.load.calls if self._settings.load else 0})
 
     async def models(self, request: Request) -> Response:
         """The model, by all its names."""
@@ -306,6 +315,7 @@ class Server:
             (chat.top_logprobs or 0) if chat.logprobs else None,
             new_parser,
             self._think_end,
+            fingerprint=fingerprint_of(self._engine.ready),
             echoed=chat.echoed,
             prompt_scores=chat.prompt_logprobs,
             reasoning=chat.include_reasoning is not False,
@@ -449,6 +459,7 @@ class Server:
             body.model or self._settings.names[0],
             int(time.time()),
             self._words,
+            fingerprint=fingerprint_of(self._engine.ready),
             prompts=[self._text(prompt) for prompt in prompts] if body.echo else [],
             per_prompt=settings[0].n,
             scores=body.logprobs,
@@ -551,6 +562,7 @@ class Server:
         for live in lives:
             live.name = request.scope["twinfer.name"]
             live.form_field = body.form_field
+            live.interval = self._settings.stream_interval if body.stream else 1
         request.scope["twinfer.lives"] += lives
         return lives
 
@@ -597,9 +609,11 @@ def build_app(settings: Settings, engine: Engines, metrics: Metrics) -> Any:
         redirect_slashes=False,
     )
     app.add_exception_handler(HTTPException, no_route)
-    for path, method, route in (
+    for path, methods, route in (
         *([(PAGE, "GET", server.page)] if settings.page else []),
         ("/health", "GET", server.health),
+        ("/ping", "GET POST", server.health),
+        *([("/load", "GET", server.load)] if settings.load is not None else []),
         ("/ready", "GET", server.ready),
         ("/metrics", "GET", server.metrics),
         ("/version", "GET", server.version),
@@ -611,7 +625,7 @@ def build_app(settings: Settings, engine: Engines, metrics: Metrics) -> Any:
         ("/v1/completions", "POST", server.completions),
         ("/v1/responses", "POST", server.responses),
     ):
-        app.add_route(path, _guarded(route, settings), methods=[method])
+        app.add_route(path, _guarded(route, settings), methods=methods.split())
     pages = (PAGE,) if settings.page else ()
     doors = Doors(
         app,
@@ -619,6 +633,7 @@ def build_app(settings: Settings, engine: Engines, metrics: Metrics) -> Any:
         max_body=settings.max_body,
         open_paths=pages,
         is_path=partial(_is_path, app),
+        load=settings.load,
         log_requests=settings.log_requests,
         traces=settings.traces,
     )

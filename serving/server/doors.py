@@ -11,6 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .answers import encode, error_body
@@ -22,10 +23,18 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN = ("/health", "/ready")
+OPEN = ("/health", "/ready", "/ping")
 """Paths that need no key: what watches a server has none."""
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _NAME = re.compile(rb"[\x20-\x7e]{1,128}")
 """What a client may call its request."""
+
+
+@dataclass(slots=True)
+class Load:
+    """How many calls of `GENERATING` are under way, up to the last byte of their answers."""
+
+    calls: int = 0
 
 
 class Doors:
@@ -37,7 +46,7 @@ class Doors:
     the head is sent. `scope["twinfer.salt"]` tells tenants apart in the prefix cache.
     Routes put what they ask of the engine into `scope["twinfer.lives"]`. The end of each POST is
     logged: at level INFO with `log_requests`, else DEBUG; and told to `traces`, if there are any.
-    `is_path`: whether the application has a path.
+    `is_path`: whether the application has a path. Calls that generate are counted in `load`.
     """
 
     def __init__(
@@ -48,6 +57,7 @@ class Doors:
         max_body: int,
         open_paths: Sequence[str] = (),
         is_path: Callable[[str], bool] = lambda path: False,
+        load: Load | None = None,
         log_requests: bool = False,
         traces: Traces | None = None,
     ) -> None:
@@ -56,6 +66,7 @@ class Doors:
         self._max_body = max_body
         self._open = (*OPEN, *open_paths)
         self._is_path = is_path
+        self._load = load
         self._traces = traces
         self._level = logging.INFO if log_requests else logging.DEBUG
 
@@ -107,7 +118,14 @@ class Doors:
         if length.isdigit() and int(length) > self._max_body:
             await self._too_large(named)
             return
-        await self._app(scope, self._counted(receive), named)
+        load = self._load if path in GENERATING and scope["method"] == "POST" else None
+        if load is not None:
+            load.calls += 1
+        try:
+            await self._app(scope, self._counted(receive), named)
+        finally:
+            if load is not None:
+                load.calls -= 1
 
     def _salt(self, scope: Scope) -> str | None:
         """A name for the key that was given; None if it is wrong. Without keys all are one."""

@@ -62,6 +62,8 @@ class Live:
         """What its client calls it, or this server."""
         self.form_field = "structured_outputs"
         """What its client calls the form of its text."""
+        self.interval = 1
+        """How many new tokens of a completion are news at least, behind its first ones."""
         self.created = time.monotonic()
         self.first_token: float | None = None
         self.last_token: float | None = None
@@ -91,8 +93,17 @@ class Live:
         stopped = self.completions[index].take(update)
         if update.finish_reason is FinishReason.STUCK:
             self.error = RequestError(self.form_field, NO_TOKEN)
-        self.changed.set()
+        if self._is_news(index):
+            self.changed.set()
         return stopped
+
+    def _is_news(self, index: int) -> bool:
+        """Whether what came for a completion is to be told."""
+        part, (_, told, ended) = self.completions[index], self._told[index]
+        count = len(part.output.token_ids)
+        if ended or (count == told and not part.done):
+            return False
+        return part.done or not told or count - told >= self.interval or self.error is not None
 
     def begin(self, index: int, now: float) -> None:
         """The engine has begun with a completion."""
@@ -109,10 +120,10 @@ class Live:
         """What came for each completion since this was last asked."""
         found = []
         for index, part in enumerate(self.completions):
-            output, (characters, tokens, ended) = part.output, self._told[index]
-            count = len(output.token_ids)
-            if ended or (count == tokens and not part.done):
+            if not self._is_news(index):
                 continue
+            output, (characters, tokens, _) = part.output, self._told[index]
+            count = len(output.token_ids)
             found.append(
                 News(
                     index,

@@ -41,6 +41,7 @@ from ..serve_flags import KEY_VARIABLE
 from .admin import build_admin
 from .app import Settings, build_app
 from .cors import cors_options
+from .doors import Load
 from .engine import EngineProcess, Limits
 from .http import BoundedHttp
 from .logs import configure_logging
@@ -116,6 +117,8 @@ def run(arguments: argparse.Namespace) -> int:
         page=arguments.page,
         log_requests=arguments.log_requests,
         bounds_answers=any(change.field == "max_tokens" for change in changes),
+        stream_interval=arguments.stream_interval,
+        load=Load() if arguments.enable_server_load_tracking else None,
         cors=cors_options(arguments),
     )
     with contextlib.ExitStack() as held:

@@ -1,9 +1,13 @@
 """What the options of `twinfer serve` change for clients."""
 
+import contextlib
+import json
 import shlex
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import httpx
 import openai
@@ -19,6 +23,7 @@ FLAGS = [
     "--override-generation-config", '{"max_new_tokens": 7, "temperature": 0}',
     "--api-key", "k", "other", "--allowed-origins", '["https://chat.example"]',
     "--served-model-name", "one", "two", "--root-path", "/llm/",
+    "--stream-interval", "4", "--enable-server-load-tracking",
 ]  # fmt: skip
 TURNS = [{"role": "user", "content": "x = 1"}]
 
@@ -144,3 +149,68 @@ def test_a_proxy_may_leave_its_prefix(server):
         assert models[0] == models[1]
         assert models[0]["data"]
         assert client.get("/llm", headers=headers).status_code == 404
+
+
+CALLS = {
+    "/v1/completions": {"prompt": ["x = ", "y"]},
+    "/v1/chat/completions": {"messages": TURNS},
+}
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_an_event_has_as_many_tokens_as_the_server_was_told(path, client):
+    """Each completion's first comes at once, and its last when it ends; together they are all."""
+    more = {"max_tokens": 30, "ignore_eos": True, "return_token_ids": True, "n": 2}
+    body = CALLS[path] | more
+    whole = client.post(path, json=body).json()
+    found, prints = {}, {whole["system_fingerprint"]}
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    with client.stream("POST", path, json=body | options) as answer:
+        events = [json.loads(line[6:]) for line in answer.iter_lines() if line[6:7] == "{"]
+    for event in events:
+        prints.add(event["system_fingerprint"])
+        for one in event["choices"]:
+            found.setdefault(one["index"], []).append(one.get("token_ids", []))
+    for one in whole["choices"]:
+        pieces = [ids for ids in found[one["index"]] if ids]
+        assert list(chain(*pieces)) == one["token_ids"]
+        assert len(pieces[0]) == 1
+        assert all(len(ids) >= 4 for ids in pieces[1:-1])
+        assert 3 <= len(pieces) <= 9
+    assert prints == {whole["system_fingerprint"]}
+    assert whole["system_fingerprint"].startswith("fp_")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", [*CALLS, "/v1/responses"])
+def test_the_load_is_how_many_calls_are_under_way(path, stream, client):
+    """Until the last byte, and no longer than the client is there."""
+
+    def load():
+        return client.get("/llm/load").json()["server_load"]
+
+    def comes_to(count):
+        end = time.monotonic() + 10
+        while load() != count:
+            assert time.monotonic() < end, load()
+            time.sleep(0.01)
+
+    body = CALLS.get(path, {"input": "x", "max_output_tokens": 100})
+    body = {"max_tokens": 100, "ignore_eos": True, "stream": stream} | body
+    if path == "/v1/responses":
+        del body["max_tokens"]
+    assert load() == 0
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(client.post, path, json=body) for _ in range(2)]
+        comes_to(2)
+        assert [call.result().status_code for call in calls] == [200, 200]
+    comes_to(0)
+    with (
+        contextlib.suppress(httpx.ReadTimeout),  # of a whole answer not even the head has come
+        client.stream("POST", path, json=body, timeout=httpx.Timeout(10, read=0.05)) as answer,
+    ):
+        next(answer.iter_raw())
+    comes_to(0)
+    assert client.post(path, json=body | {"temperature": "hot"}).status_code == 400
+    assert client.post("/tokenize", json={"prompt": "x"}).status_code == 200
+    assert load() == 0

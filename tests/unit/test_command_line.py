@@ -327,6 +327,7 @@ HERE = """
     --enable-chunked-prefill --scheduling-policy --async-scheduling --enforce-eager
     --compilation-config --tensor-parallel-size -tp --data-parallel-size -dp --device
     --distributed-executor-backend --otlp-traces-endpoint --max-num-queued-reqs
+    --enable-server-load-tracking --stream-interval
 """.split()
 """Those that are."""
 

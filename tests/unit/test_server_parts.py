@@ -299,6 +299,37 @@ def test_news_are_told_once_and_together():
     asyncio.run(check())
 
 
+def test_news_may_wait_for_more_tokens():
+    """The first of a completion and its end never do, nor what came before an error."""
+
+    async def check():
+        one = live(2, max_tokens=99)
+        one.interval = 3
+
+        def after(index, *tokens, reason=None):
+            one.changed.clear()
+            one.take(index, Update(str(index), tokens, reason))
+            news = [(n.index, n.token_ids, n.finish_reason) for n in one.news()]
+            assert one.changed.is_set() == bool(news)
+            return news
+
+        assert after(0, 5) == [(0, [5], None)]
+        assert after(0, 6) == after(0, 7) == []
+        assert after(1, 1) == [(1, [1], None)]  # the other one's wait on
+        assert after(0, 8) == [(0, [6, 7, 8], None)]
+        assert after(0, 9) == []
+        assert after(1, 2, 3, 4, 5) == [(1, [2, 3, 4, 5], None)]  # of a step with several
+        assert after(0, 1, reason=FinishReason.LENGTH) == [(0, [9, 1], "length")]
+        assert after(1, 6) == []
+        one.changed.clear()
+        one.fail(RequestError("x", "y"))
+        assert one.changed.is_set()
+        assert [(n.index, n.token_ids) for n in one.news()] == [(1, [6])]
+        assert one.news() == []
+
+    asyncio.run(check())
+
+
 def test_what_comes_while_a_slow_client_reads_is_told():
     """Its end among it, with the reason."""
 

@@ -7,7 +7,9 @@ import httpx
 import pytest
 
 from twinfer.serving.formats.table import FORMATS
+from twinfer.serving.server.answers import fingerprint_of
 from twinfer.serving.server.app import Settings, build_app
+from twinfer.serving.server.doors import Load
 from twinfer.serving.server.metrics import Metrics
 from twinfer.shared.sampling_params import SamplingParams
 
@@ -46,3 +48,39 @@ def test_a_prefix_lets_nobody_in(root):
         assert ask(path, root=root, keys=["k"]).status_code == 401
     for path in ("/health", f"{root}/health"):
         assert ask(path, root=root, keys=["k"]).status_code == 200
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_ping_tells_what_health_does_and_needs_no_key(method):
+    """As SageMaker asks."""
+    for alive, status in ((True, 200), (False, 503)):
+        engine = SimpleNamespace(ready=None, alive=alive, why="it ended")
+        for root in ("", "/llm"):
+            answer = ask("/ping", root=root, method=method, engine=engine, keys=["k"])
+            assert answer.status_code == status
+    refused = ask("/ping", method="PUT")
+    assert refused.status_code == 405
+    assert set(refused.headers["allow"].split(", ")) == {"GET", "HEAD", "POST"}
+
+
+def test_the_load_is_told_where_it_is_counted():
+    assert ask("/load").status_code == 404
+    assert ask("/load", load=Load()).json() == {"server_load": 0}
+    assert ask("/load", load=Load(7)).json() == {"server_load": 7}
+    assert ask("/load", load=Load(), keys=["k"]).status_code == 401
+    assert ask("/load", load=Load(), method="POST").status_code == 405
+
+
+def test_a_fingerprint_is_of_all_that_decides_tokens_and_of_nothing_else():
+    def ready(**more):
+        model = {"backend": "torch", "platform": "cpu", "device": "x", "num_pages": 9} | more
+        return SimpleNamespace(model=model, options={"dtype": "float32", "model": "m"})
+
+    first = fingerprint_of(ready())
+    assert first.startswith("fp_")
+    assert first == fingerprint_of(ready(num_pages=10))
+    assert first != fingerprint_of(ready(backend="jax"))
+    other = ready()
+    other.options["dtype"] = "bfloat16"
+    assert first != fingerprint_of(other)
+    assert fingerprint_of(None) is None
