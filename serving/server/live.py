@@ -123,15 +123,17 @@ class Live:
             if not self._is_news(index):
                 continue
             output, (characters, tokens, _) = part.output, self._told[index]
-            count = len(output.token_ids)
+            count, reason = len(output.token_ids), output.finish_reason if part.done else None
+            if self.error is not None and reason == "error":
+                reason = None  # the error says it, better
             found.append(
                 News(
                     index,
                     output.text[characters:],
                     output.token_ids[tokens:],
                     None if output.logprobs is None else output.logprobs[tokens:],
-                    output.finish_reason if part.done else None,
-                    output.stop_reason if part.done else None,
+                    reason,
+                    output.stop_reason if reason else None,
                     tokens == 0,
                 )
             )

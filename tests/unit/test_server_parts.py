@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinfer.serving.server import child, messages
-from twinfer.serving.server.answers import Words, error_of
+from twinfer.serving.server.answers import Words, error_of, finish_reason
 from twinfer.serving.server.child import IDLE_MS, Loop, _fatal, hang_limit
 from twinfer.serving.server.doors import Doors
 from twinfer.serving.server.events import piece_events
@@ -328,6 +328,26 @@ def test_news_may_wait_for_more_tokens():
         assert one.news() == []
 
     asyncio.run(check())
+
+
+def test_a_request_without_a_token_left_ends_with_what_it_asked_for():
+    """Its stream too, which has begun: not with an error of the server's own."""
+
+    async def told():
+        one = live()
+        one.form_field = "tools"
+        one.take(0, Update("1", (5,)))
+        one.take(0, Update("1", (), FinishReason.STUCK))
+
+        def pieces(place, live, news):
+            return [{"t": news.token_ids, "f": finish_reason(news.finish_reason)}]
+
+        return [data async for data in piece_events([one], pieces, None)]
+
+    first, last = asyncio.run(told())
+    assert first == b'data: {"t":[5],"f":null}\n\n'
+    assert b'"param":"tools"' in last
+    assert b"no token was left" in last
 
 
 def test_what_comes_while_a_slow_client_reads_is_told():
