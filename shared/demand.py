@@ -19,7 +19,8 @@ NEEDS: dict[Sampler, str] = {
     "greedy": "temperature",
     "random": "temperature",
     "filtered": "top_k, top_p, min_p",
-    "masked": "structured_outputs, min_tokens, allowed_token_ids, banned_token_ids",
+    "masked": "structured_outputs, min_tokens, allowed_token_ids, banned_token_ids, "
+    "banned_sequences",
     "processed": "penalties, logit_bias",
 }
 """The parameters that make a request need a sampler."""

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from .backends import find_backend, first_installed
+from .banned_sequences import BannedSequences, every_token
 from .config import Backend, Change, EngineConfig, ResolvedConfig, resolve
 from .demand import ANYTHING, Demand
 from .errors import (
@@ -174,6 +175,9 @@ class Engine:
         self._resolve(config, model, demand, ranks)
         self._make_ready(ranks)
         self._open_books()
+        self._every_token = every_token(self.model.vocab_size)
+        self._is_stuck = False
+        """Whether a request without a form has no token left."""
         self.grammars = Grammars(folder, self.model.vocab_size, self.model.eos_token_ids)
         self._has_camera = config.capture is not None
         if config.capture is not None:
@@ -313,9 +317,7 @@ class Engine:
             priority=priority,
             cache_salt=cache_salt,
         )
-        if params.structured_outputs is not None:
-            base = encode_mask(params, self.model.vocab_size)
-            request.matcher = self.grammars.start(params.structured_outputs, base)
+        request.matcher = self._matcher_of(request)
         with self._changing_books():
             self.scheduler.add(request)
             self._num_requests += 1
@@ -324,6 +326,20 @@ class Engine:
             if params.prompt_logprobs is not None:
                 self._prompt_logprobs[request_id] = [None] * len(tokens)
         return request
+
+    def _matcher_of(self, request: Request) -> Matcher | None:
+        """What says which tokens may follow those of a request, where they decide that."""
+        params, banned = request.params, None
+        if params.banned_sequences:
+            banned = BannedSequences(params.banned_sequences, request.stop_ids, params.min_tokens)
+        if banned is None and params.structured_outputs is None:
+            return None
+        base = encode_mask(params, self.model.vocab_size)
+        if params.structured_outputs is not None:
+            return self.grammars.start(params.structured_outputs, base, banned)
+        matcher = Matcher(None, base, banned=banned)
+        matcher.take(self._every_token)
+        return matcher
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state it is; False if it is not known (any more)."""
@@ -563,17 +579,20 @@ class Engine:
 
     def _finish_look(self, look: Look | None) -> None:
         """Wait for a look, and end the requests whose texts are complete, or cannot go on."""
-        if look is None or not look.done():
+        ended = look is not None and look.done()
+        if not ended and not self._is_stuck:
             return
+        self._is_stuck = False
         for request_id, request in list(self._matched.items()):
             matcher, form = request.matcher, request.params.structured_outputs
-            if matcher is None or form is None:
+            if matcher is None:
                 continue
             if matcher.finished:
                 self._finish(request_id, FinishReason.STOP)
             elif matcher.stuck:
                 self._finish(request_id, FinishReason.STUCK)
-                self.grammars.forget(form)
+                if form is not None:
+                    self.grammars.forget(form)
 
     def _read(self, step: _InFlight, output: StepOutput) -> None:
         """Take what a step brought; `_updates` say what that was."""
@@ -620,12 +639,19 @@ class Engine:
             self._matched.pop(request.request_id, None)
         brought = []
         for request, token in zip(requests, tokens, strict=True):
-            if request.matcher is None:
+            matcher = request.matcher
+            if matcher is None:
                 continue
             if request.finish_reason is not None:
                 self._matched.pop(request.request_id, None)
                 continue
-            brought.append((request.matcher, token))
+            if matcher.banned is not None:
+                matcher.banned.take(token)
+            if matcher.library is not None:
+                brought.append((matcher, token))
+            else:
+                matcher.take(self._every_token)
+                self._is_stuck |= matcher.stuck
         # Some workers have memory that masks go to the device from as they are.
         memory = getattr(self.worker, "new_masks", new_masks)
         self._look = self.grammars.advance(brought, memory)

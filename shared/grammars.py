@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .banned_sequences import BannedSequences
 from .errors import InternalError, RequestError
 from .step import mask_words
 from .structured_outputs import StructuredOutputs
@@ -71,9 +72,17 @@ class Matcher:
     complete and nothing can follow. `stuck`: no token may follow, and it is not complete.
     """
 
-    def __init__(self, matcher: Any, base: np.ndarray | None, lexer: int = 0) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        base: np.ndarray | None,
+        lexer: int = 0,
+        banned: BannedSequences | None = None,
+    ) -> None:
         self.library = matcher
-        """The library's own."""
+        """The library's own; None for a text without a form."""
+        self.banned = banned
+        """What no form says: which tokens may not follow the latest ones."""
         self.lexer = lexer
         """Matchers whose number is the same have one lock."""
         self.finished = self.stuck = False
@@ -97,18 +106,23 @@ class Matcher:
         """Have the tokens `words` [W] that may follow here, of those that may anywhere; whatever
         they are once the text is complete.
         """
-        self.look, self._mask = None, words
-        # Where none may, the library is in error, and after a token that was none of them.
-        self.stuck = self.library.is_error()
-        self.finished = not self.stuck and self.library.is_stopped()
+        self.look = None
+        if self.library is not None:
+            # Where none may, the library is in error, and after a token that was none of them.
+            self.stuck = self.library.is_error()
+            self.finished = not self.stuck and self.library.is_stopped()
         if self._base is not None:
-            self._mask = words & self._base
-            self.stuck |= not self.finished and not self._mask.any()
+            words = words & self._base
+        if self.banned is not None:
+            words = self.banned.masked(words)
+        self._mask = words
+        if not self.plain:
+            self.stuck |= not self.finished and not words.any()
 
     @property
     def plain(self) -> bool:
         """Whether nothing but the form says what may follow."""
-        return self._base is None
+        return self._base is None and self.banned is None
 
     @property
     def error(self) -> str:
@@ -276,13 +290,19 @@ class Grammars:
                 FIELD, f"the model's tokenizer cannot be used for it: {_line(str(error))}"
             ) from None
 
-    def start(self, wanted: StructuredOutputs, base: np.ndarray | None) -> Matcher:
+    def start(
+        self,
+        wanted: StructuredOutputs,
+        base: np.ndarray | None,
+        banned: BannedSequences | None = None,
+    ) -> Matcher:
         """A matcher before its first token. `base` [W] int32 has the tokens that are allowed
-        anyway. Raises RequestError for what cannot be compiled.
+        anyway, `banned` says which of them may not follow. Raises RequestError for what cannot be
+        compiled.
         """
         made = self.compile(wanted)
         source = next(made.turns)
-        matcher = Matcher(source.deep_copy(), base, id(source))
+        matcher = Matcher(source.deep_copy(), base, id(source), banned)
         matcher.take(made.words)
         if matcher.stuck or matcher.finished:
             raise RequestError(FIELD, f"{wanted.kind}: no token may begin the text")

@@ -4,6 +4,7 @@ and biases.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +88,37 @@ class TokenIds(Kind):
     def read(self, text: str) -> Any:
         """See `Kind`."""
         return option_text.token_ids(text)
+
+
+@dataclass(frozen=True)
+class Sequences(Kind):
+    """Sequences of two token ids or more, kept as tuples. One alone is a token id."""
+
+    limit: int
+    length: int
+    metavar: str | None = "JSON"
+
+    @property
+    def words(self) -> str:
+        """See `Kind`."""
+        return f"a list of at most {self.limit} lists of 2 to {self.length} token ids"
+
+    def check(self, value: Any) -> Any:
+        """See `Kind`."""
+        items = tuple(map(items_of, () if value is None else items_of(value)))
+        _check_count(items, self.limit)
+        for item in items:
+            if not 2 <= len(item) <= self.length:
+                raise Refusal(f"has a list of {len(item)}, allowed {self.allowed}")
+            _check_items(TOKEN, item, "the token id")
+        return items
+
+    def read(self, text: str) -> Any:
+        """See `Kind`."""
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"is no JSON: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from .errors import RequestError
 from .option_kinds import INT32_MAX, Number, Switch, Whole
 from .options import check_fields, option
-from .sampling_kinds import Biases, Strings, Temperature, TokenIds
+from .sampling_kinds import Biases, Sequences, Strings, Temperature, TokenIds
 from .structured_outputs import Structure, StructuredOutputs
 
 MAX_N = 128
@@ -20,6 +21,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_TOKEN_IDS = 1 << 19
+MAX_BANNED_SEQUENCES = 1024
+MAX_BANNED_LENGTH = 256
 MAX_LOGIT_BIAS = 300
 MAX_LOGPROBS = 20
 LOGIT_BIAS_RANGE = 100.0
@@ -35,9 +38,10 @@ class SamplingParams:
     `temperature` 0 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `seed` None lets
     the engine draw one. Penalties follow the usual order: repetition on the raw logits, then
     frequency and presence, then the bias, then masks (`allowed_token_ids`, `banned_token_ids`,
-    `min_tokens`), then the temperature. `logprobs` N returns the N best tokens and the sampled one,
-    from the raw logits. `structured_outputs` is a mapping with one of json (a schema), json_object,
-    regex, choice and grammar: only tokens that keep to it are sampled, and a complete text ends.
+    `banned_sequences`, `min_tokens`), then the temperature. `logprobs` N returns the N best tokens
+    and the sampled one, from the raw logits. `structured_outputs` is a mapping with one of json (a
+    schema), json_object, regex, choice and grammar: only tokens that keep to it are sampled, and a
+    complete text ends.
     """
 
     n: int = _option(1, Whole(1, MAX_N), help="completions of each prompt")
@@ -88,6 +92,11 @@ class SamplingParams:
     banned_token_ids: tuple[int, ...] = _option(
         (), TokenIds(MAX_TOKEN_IDS), help="not these tokens"
     )
+    banned_sequences: tuple[tuple[int, ...], ...] = _option(
+        (),
+        Sequences(MAX_BANNED_SEQUENCES, MAX_BANNED_LENGTH),
+        help="no token that would complete one of these in the output",
+    )
     stop: tuple[str, ...] = _option(
         (), Strings(MAX_STOP_STRINGS, MAX_STOP_STRING_LENGTH), help="texts that end a completion"
     )
@@ -126,8 +135,9 @@ class SamplingParams:
         """Raise RequestError if a token id named here does not exist in a vocabulary of
         `vocab_size`.
         """
-        for name in ("stop_token_ids", "banned_token_ids", "allowed_token_ids"):
-            for token in getattr(self, name) or ():
+        for name in ("stop_token_ids", "banned_token_ids", "allowed_token_ids", "banned_sequences"):
+            listed = getattr(self, name) or ()
+            for token in chain(*listed) if name == "banned_sequences" else listed:
                 if token >= vocab_size:
                     raise RequestError(
                         name, f"token id {token} is out of range: the vocabulary has {vocab_size}"
@@ -161,6 +171,7 @@ class SamplingParams:
         return bool(
             self.allowed_token_ids is not None
             or self.banned_token_ids
+            or self.banned_sequences
             or self.structured_outputs is not None
         )
 

@@ -47,6 +47,7 @@ from .fields import (
     FORM,
     LONG_BODY,
     MAX_COMPLETIONS,
+    MAX_LISTED,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -340,7 +341,8 @@ class Server:
         self._accept(chat)
         self._engine.admit(0, 0)
         text, ids = await asyncio.to_thread(self._render, chat, self._longest)
-        params = self._seeded(self._params(chat, len(ids), whole_context=True))
+        params = await self._with_words(chat, self._params(chat, len(ids), whole_context=True), 1)
+        params = self._seeded(params)
         if (bound := self._bound(chat, params, text[-TAIL:])) is not None:
             try:
                 params = replace(params, structured_outputs=bound)
@@ -453,6 +455,7 @@ class Server:
         ]
         ids = read
         params = self._params(body, len(ids[0]), whole_context=False)
+        params = await self._with_words(body, params, len(ids))
         settings = [self._seeded(params) for _ in ids]
         answer = CompletionAnswer(
             f"cmpl-{request.scope['twinfer.id']}",
@@ -525,6 +528,38 @@ class Server:
         if params.stop and settings.tokenizer is None:
             raise RequestError("stop", "stop strings need a tokenizer, and the model has none")
         return params
+
+    async def _with_words(
+        self, body: Generation, params: SamplingParams, prompts: int
+    ) -> SamplingParams:
+        """With what a text may not have, as tokens, for each of so many prompts. Raises
+        RequestError.
+        """
+        words = body.bad_words
+        if not words:
+            return params
+        tokenizer = need_tokenizer(self._settings.tokenizer, "bad_words", "there are no words")
+
+        def banned() -> SamplingParams:
+            count = prompts * params.n
+            try:
+                found = sequences_of(words, tokenizer)
+                single = tuple(one[0] for one in found if len(one) == 1)
+                longer = tuple(one for one in found if len(one) > 1)
+                more = params.banned_token_ids + single
+                banning = replace(params, banned_token_ids=more, banned_sequences=longer)
+            except RequestError as error:
+                raise RequestError("bad_words", error.reason) from None
+            if (size := sum(map(len, found))) * count > MAX_LISTED:
+                raise RequestError(
+                    "bad_words",
+                    f"are {size} tokens for each of {count} completions, at most {MAX_LISTED} in "
+                    "all",
+                )
+            return banning
+
+        found: SamplingParams = await _in_thread(banned, size=sum(map(len, words)))
+        return found
 
     def _seeded(self, params: SamplingParams) -> SamplingParams:
         """With a seed of its own, where the client names none."""
@@ -685,6 +720,16 @@ async def _body(request: Request) -> Any:
     if len(data) < LONG_BODY:
         return read_json(data)
     return await asyncio.to_thread(read_json, data)
+
+
+def sequences_of(words: Sequence[str], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """The tokens of each word as a text begins with it and as it stands behind a space, which often
+    is part of a token. Raises RequestError.
+    """
+    bare = [word.lstrip() or word for word in words]
+    texts = [*bare, *(f" {word}" for word in bare if word.strip())]
+    found = dict.fromkeys(tuple(tokenizer.encode(text, False)) for text in texts)
+    return [ids for ids in found if ids]
 
 
 def _last(ids: list[int], kept: int | None, front: list[int]) -> list[int]:

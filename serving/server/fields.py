@@ -29,6 +29,8 @@ MAX_COMPLETIONS = 1024
 MAX_LISTED = 1 << 21
 """Token ids in a list of a call, over all of its completions: the engine gets one for each."""
 MAX_TOOLS = 1024
+MAX_BAD_WORDS, MAX_WORD = 512, 256
+"""Of a call, and characters of each."""
 MAX_VALUES = 1 << 20
 """Of one body; a text, a list or an object counts as `PART`. Without a bound 32 MiB of brackets are
 a minute in which nobody else is served.
@@ -60,7 +62,7 @@ ELSEWHERE = {
 } | {
     name: "is not supported"
     for name in (
-        "bad_words", "logits_processors", "prompt_embeds", "repetition_detection", "suffix",
+        "logits_processors", "prompt_embeds", "repetition_detection", "suffix",
         "thinking_token_budget", "use_beam_search",
     )
 }  # fmt: skip
@@ -103,6 +105,7 @@ class Generation(BaseModel):
     ignore_eos: bool | None = None
     allowed_token_ids: list[int] | None = None
     banned_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -126,7 +129,7 @@ class Generation(BaseModel):
         """The field that asks for a form of the text: what refuses the form names it."""
         if self.response_format is not None and self.response_format.get("type") != "text":
             return "response_format"
-        return FORM
+        return "bad_words" if self.bad_words and self.structured_outputs is None else FORM
 
     @property
     def wants_usage(self) -> bool:
@@ -147,6 +150,7 @@ class Generation(BaseModel):
             if value is not None and value is not False and value != []:  # these ask for nothing
                 raise RequestError(name, why)
         self.check_lists(1)
+        self._check_words()
         # Larger ones do not fit into a message to the engine, which checks all else of it.
         if self.priority is not None and abs(self.priority) > MAX_PRIORITY:
             raise RequestError(
@@ -158,6 +162,17 @@ class Generation(BaseModel):
             if self.stream_options.continuous_usage_stats and not self.wants_usage:
                 raise RequestError(
                     "stream_options.continuous_usage_stats", "needs include_usage: true"
+                )
+
+    def _check_words(self) -> None:
+        words = self.bad_words or []
+        if len(words) > MAX_BAD_WORDS:
+            raise RequestError("bad_words", f"has {len(words)} texts, at most {MAX_BAD_WORDS}")
+        for place, word in enumerate(words):
+            if not 1 <= len(word) <= MAX_WORD:
+                raise RequestError(
+                    f"bad_words[{place}]",
+                    f"has {len(word)} characters, allowed is 1 to {MAX_WORD}",
                 )
 
     @property
@@ -424,9 +439,8 @@ class ChatRequest(Generation):
     def form_field(self) -> str:
         """See `Generation`."""
         field = super().form_field
-        return (
-            "tools" if field == FORM and self.structured_outputs is None and self.tools else field
-        )
+        asks = field != "response_format" and self.structured_outputs is None
+        return "tools" if asks and self.tools else field
 
     @property
     def described(self) -> list[dict[str, Any]]:

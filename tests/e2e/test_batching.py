@@ -51,6 +51,10 @@ def workload(vocab):
         if rng.random() < 0.2:
             allowed = tuple(int(t) for t in rng.integers(0, vocab, 50))
             choice |= {"allowed_token_ids": allowed, "banned_token_ids": ()}
+        if rng.random() < 0.2:
+            pool = choice.get("allowed_token_ids", range(0, vocab, 20))
+            pairs = tuple((int(a), int(b)) for a, b in rng.choice(pool, (400, 2)))
+            choice |= {"banned_sequences": pairs}
         if rng.random() < 0.3:
             stop = tuple(int(t) for t in rng.integers(0, vocab, 60))
             choice |= {"stop_token_ids": stop, "min_tokens": min(4, choice["max_tokens"])}

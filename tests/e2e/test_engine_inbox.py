@@ -36,6 +36,7 @@ PARAMS = st.fixed_dictionaries(
         "stop": st.lists(st.text(max_size=2), max_size=2), "logprobs": st.integers(-1, 21),
         "prompt_logprobs": st.integers(-1, 21), "structured_outputs": FORM, "what": NUMBER,
         "logit_bias": st.dictionaries(st.integers(-1, 3000), NUMBER, max_size=2),
+        "banned_sequences": st.lists(LISTED, max_size=2),
     },
 )  # fmt: skip
 ID = st.integers(0, 8)

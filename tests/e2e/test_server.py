@@ -477,7 +477,14 @@ BAD = [
     (dict(logit_bias={"5": 1, "05": 2}), "logit_bias"),
     (dict(logit_bias={"1_0": 1}), "logit_bias"),
     (dict(guided_regex="a"), "guided_regex"),
-    (dict(bad_words=["a"]), "bad_words"),
+    (dict(bad_words="a"), "bad_words"),
+    (dict(bad_words=["a", ""]), "bad_words"),
+    (dict(bad_words=["a", 5]), "bad_words"),
+    (dict(bad_words=["a" * 257]), "bad_words"),
+    (dict(bad_words=["\U0010ffff" * 100]), "bad_words"),  # of 400 bytes, each a token
+    (dict(bad_words=["a"] * 513), "bad_words"),
+    (dict(bad_words=[f"{i} {'<>' * 99}" for i in range(99)], prompt=["x"] * 64, n=16), "bad_words"),
+    (dict(bad_words=["a"], allowed_token_ids=[65]), "allowed_token_ids"),
     (dict(stop=["a"] * 17), "stop"),
     (dict(prompt=[]), "prompt"),
     (dict(prompt=""), None),
@@ -543,6 +550,8 @@ CHAT_BAD = [
     (dict(modalities=["audio"]), "modalities"),
     (dict(chat_template="{{ 1 }}"), "chat_template"),
     (dict(echo=1), "echo"),
+    (dict(bad_words=[""]), "bad_words"),
+    (dict(bad_words={"a": 1}), "bad_words"),
     (dict(truncate_prompt_tokens=0), "truncate_prompt_tokens"),
     (dict(truncate_prompt_tokens=-1, max_completion_tokens=512), "truncate_prompt_tokens"),
     (dict(prompt_logprobs=21), "prompt_logprobs"),
@@ -637,6 +646,70 @@ def told_in_events(client, path, body):
     return [(t, p or first, i) for _, (t, p, i) in sorted(found.items())], events[-1]["usage"][
         "prompt_tokens"
     ]
+
+
+@pytest.mark.parametrize("tell", [told, told_in_events])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": ["def f(x):\n", "x = "], "n": 2}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "n": 2}),
+    ],
+)
+def test_bad_words_do_not_come(tell, path, body, server):
+    """Their tokens, that is, as a text begins with them and behind a space."""
+    with server.client() as client:
+
+        def encoded(text):
+            return client.post("/tokenize", json={"prompt": text}).json()["tokens"]
+
+        def has(ids, word):
+            return any(ids[place : place + len(word)] == word for place in range(len(ids)))
+
+        body = body | {"max_tokens": 30, "ignore_eos": True}
+        free, _ = tell(client, path, body)
+        words = [word for text, *_ in free for word in text.split() if len(word) < 200][:40]
+        sequences = [encoded(text) for word in words for text in (word, f" {word}")]
+        assert {len(ids) for ids in sequences} > {1, 2, 3}
+        assert any(has(ids, word) for _, _, ids in free for word in sequences if len(word) > 1)
+        bound, _ = tell(client, path, body | {"bad_words": [f" {word}" for word in words]})
+        assert not any(has(ids, word) for _, _, ids in bound for word in sequences)
+        assert all(len(ids) == 30 for _, _, ids in bound)
+        assert bound == tell(client, path, body | {"bad_words": words})[0]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"], ids=lambda p: p[4:]
+)
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"structured_outputs": {"regex": "aab"}}, "structured_outputs"),
+        ({"bad_words": ["aaa"]}, "bad_words"),
+        ({"structured_outputs": {"regex": "a+"}, "bad_words": ["aaa"]}, "structured_outputs"),
+    ],
+    ids=["form", "words", "both"],
+)
+def test_a_call_that_has_no_token_left_says_which_field_it_is(more, field, path, stream, server):
+    """After two tokens; nobody else notices."""
+    said = {"/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}}
+    with server.client() as client:
+        (a,) = client.post("/tokenize", json={"prompt": "a"}).json()["tokens"]
+        body = said.get(path, {"messages": MESSAGES}) | {"allowed_token_ids": [a]} | more
+        if path != "/v1/responses":
+            body |= {"max_tokens": 9, "n": 2}
+        answer = client.post(path, json=body | {"stream": stream})
+        if answer.status_code == 200:  # the stream had begun
+            assert stream
+            last = answer.text.strip().split("\n\n")[-1 if path == "/v1/responses" else -2]
+            error = json.loads(last.partition("data: ")[2])
+            assert "no token was left" in json.dumps(error)
+            assert path == "/v1/responses" or error["error"]["param"] == field
+        else:
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == field
+    assert server.idle()
 
 
 @pytest.mark.parametrize("tell", [told, told_in_events])
@@ -1539,6 +1612,7 @@ LIKELY = {
     "include_stop_str_in_output": st.booleans(), "return_token_ids": st.booleans(),
     "return_tokens_as_token_ids": st.booleans(), "add_special_tokens": st.booleans(),
     "truncate_prompt_tokens": st.integers(-2, 6) | NUMBER,
+    "bad_words": st.lists(st.text(max_size=4), max_size=3),
     "best_of": st.integers(-1, 5), "model": st.sampled_from(["demo", "", "x\0"]) | NUMBER,
 }  # fmt: skip
 

@@ -36,7 +36,7 @@ from twinfer.shared.option_kinds import (
 )
 from twinfer.shared.options import METADATA, OWNERS, by_name, nearest_name, options_of
 from twinfer.shared.page_groups import PageGroup
-from twinfer.shared.sampling_kinds import Biases, Strings, Temperature, TokenIds
+from twinfer.shared.sampling_kinds import Biases, Sequences, Strings, Temperature, TokenIds
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.structured_outputs import MAX_TEXT, Structure
 
@@ -117,6 +117,10 @@ def wrong_values(kind):
             return ["x", [1], {"a": {}}, {1: 2}]
         case TokenIds():
             return [5, "5", {5}, [-1], [2**31], [True], ["1"], [1] * (kind.limit + 1)]
+        case Sequences():
+            good = [[1, 2]]
+            lists = [[[]], [[1]], [[1] * (kind.length + 1)], good * (kind.limit + 1)]
+            return [5, "x", [5], [1, 2], ["12"], [[-1, 2]], [[1, 2**31]], [[1, True]], *lists]
         case Strings():
             return [5, [5], [""], ["a"] * (kind.limit + 1), "a" * (kind.length + 1)]
         case Biases():
@@ -164,7 +168,7 @@ def test_what_is_not_allowed_is_refused_with_name_value_and_what_is(cls, entry):
 
 def tolerant(kind):
     """Whether None stands for nothing, as it does in requests."""
-    return isinstance(kind, TokenIds | Strings | Biases)
+    return isinstance(kind, TokenIds | Sequences | Strings | Biases)
 
 
 def test_the_limits_themselves_are_allowed():

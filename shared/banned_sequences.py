@@ -1,0 +1,55 @@
+"""Which token would complete a sequence that a request's output may not have."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from .step import mask_words
+
+
+class BannedSequences:
+    """Follows one request's tokens, those of its output alone. `sequences` have two tokens or more.
+    `stop_ids` are banned too until there are `min_tokens` tokens.
+    """
+
+    def __init__(
+        self, sequences: Sequence[tuple[int, ...]], stop_ids: Sequence[int], min_tokens: int
+    ) -> None:
+        self._endings: defaultdict[int, list[tuple[tuple[int, ...], int]]] = defaultdict(list)
+        for *before, last in sequences:
+            self._endings[before[-1]].append((tuple(before), last))
+        self._longest = max(map(len, sequences)) - 1
+        self._stop_ids, self._min_tokens = stop_ids, min_tokens
+        self._count = 0
+        self._latest: list[int] = []
+
+    def take(self, token: int) -> None:
+        """The next token of the output."""
+        self._count += 1
+        self._latest = [*self._latest, token][-self._longest :]
+
+    def masked(self, words: np.ndarray) -> np.ndarray:
+        """`words` [W] int32, a mask of tokens, without those that may not follow."""
+        found = words.copy()
+        bits = found.view(np.uint32)
+        for token in self._banned():
+            if token < 32 * len(words):
+                bits[token // 32] &= ~np.uint32(1 << token % 32)
+        return found
+
+    def _banned(self) -> Iterator[int]:
+        if self._count < self._min_tokens:
+            yield from self._stop_ids
+        latest = tuple(self._latest)
+        for before, last in self._endings.get(latest[-1], ()) if latest else ():
+            if latest[-len(before) :] == before:
+                yield last
+
+
+def every_token(vocab_size: int) -> np.ndarray:
+    """The mask [W] int32 of a whole vocabulary, with nothing behind it."""
+    bits = np.arange(32 * mask_words(vocab_size)) < vocab_size
+    return np.packbits(bits, bitorder="little").view(np.int32)

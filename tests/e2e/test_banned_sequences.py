@@ -1,0 +1,151 @@
+"""Sequences that an output may not have: against the same tokens one call at a time, each of which
+bans what would complete one; on both workers.
+"""
+
+from dataclasses import replace
+from itertools import chain, pairwise
+
+import pytest
+
+from twinfer.serving.llm import LLM
+from twinfer.shared.banned_sequences import BannedSequences
+from twinfer.shared.errors import RequestError
+from twinfer.shared.sampling_params import SamplingParams
+
+SIZES = {"max_model_len": 256, "max_num_seqs": 16, "page_size": 16, "dtype": "float32"}
+PROMPTS = ["x = ", "def f(", "import ", "# "]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def llm(request):
+    with LLM("demo", backend=request.param, device="cpu", progress=False, **SIZES) as it:
+        yield it
+
+
+def outputs(llm, prompts, settings):
+    return [o.outputs[0] for o in llm.generate(prompts, settings, progress=False)]
+
+
+def tokens(llm, prompts, settings):
+    return [output.token_ids for output in outputs(llm, prompts, settings)]
+
+
+def one_by_one(llm, prompt, params):
+    """What is the most probable each time, of all that completes no sequence."""
+    ids, found = llm.tokenizer.encode(prompt), []
+    for _ in range(params.max_tokens):
+        ends = [
+            one[-1]
+            for one in params.banned_sequences
+            if found[max(0, len(found) + 1 - len(one)) :] == [*one[:-1]]
+        ]
+        step = replace(params, max_tokens=1, banned_token_ids=ends, banned_sequences=())
+        ((token,),) = tokens(llm, [ids + found], step)
+        found.append(token)
+    return found
+
+
+def bans(free):
+    """Pairs, threes and fives of what a model writes freely, so that each of them matters."""
+    return [
+        (tuple(one[2:4]), tuple(one[6:9]), tuple(one[7:9]), tuple(one[11:16]), (one[20], one[20]))
+        for one in free
+    ]
+
+
+def test_the_best_of_what_completes_none(llm):
+    """Alone and together, also among texts with a form and texts that are free."""
+    free = tokens(llm, PROMPTS, GREEDY)
+    settings = [replace(GREEDY, banned_sequences=one) for one in bans(free)]
+    expected = [one_by_one(llm, p, s) for p, s in zip(PROMPTS, settings, strict=True)]
+    assert [tokens(llm, [p], s)[0] for p, s in zip(PROMPTS, settings, strict=True)] == expected
+    assert all(one != other for one, other in zip(expected, free, strict=True))
+    form = SamplingParams(temperature=0, max_tokens=9, structured_outputs={"regex": "[a-f]{9,}"})
+    plain = SamplingParams(temperature=0.8, seed=3, max_tokens=30)
+    biased = [replace(one, logit_bias={300: 3.0}, frequency_penalty=0.5) for one in settings]
+    alone = [tokens(llm, PROMPTS[:1], one)[0] for one in (form, plain, *biased)]
+    mixed = [*settings, form, plain, *biased]
+    found = tokens(llm, PROMPTS + PROMPTS[:1] * 6, mixed)
+    assert found == expected + alone
+    backend = llm.engine.config.backend
+    for more in (
+        {"num_pages": 12, "max_model_len": 64},
+        {"async_scheduling": False},
+        {"decode_steps": 4},
+    ):
+        options = {"backend": backend, "device": "cpu", "progress": False} | SIZES | more
+        with LLM("demo", **options) as other:
+            assert tokens(other, PROMPTS + PROMPTS[:1] * 6, mixed) == found
+            assert "num_pages" not in more or other.engine.metrics().preemptions > 0
+            assert not other.engine._matched
+
+
+def test_a_token_that_is_taken_late_is_seen(llm, monkeypatch):
+    """Else the test above could not fail."""
+    free = tokens(llm, PROMPTS[:1], GREEDY)
+    params = replace(GREEDY, banned_sequences=bans(free)[0])
+    expected, take, held = one_by_one(llm, PROMPTS[0], params), BannedSequences.take, []
+
+    def late(self, token):
+        held.append(token)
+        if held[1:]:
+            take(self, held.pop(0))
+
+    monkeypatch.setattr(BannedSequences, "take", late)
+    assert tokens(llm, PROMPTS[:1], params) != [expected]
+
+
+def test_no_draw_has_one(llm):
+    (free,) = tokens(llm, PROMPTS[:1], replace(GREEDY, max_tokens=100))
+    pairs = tuple(set(pairwise(free)))
+    settings = [
+        SamplingParams(temperature=0.5, seed=seed, max_tokens=60, banned_sequences=pairs)
+        for seed in range(8)
+    ]
+    found = tokens(llm, PROMPTS[:1] * 8, settings)
+    assert not set(chain(*map(pairwise, found))) & set(pairs)
+    assert len(set(map(tuple, found))) == 8
+
+
+def test_with_a_form_and_with_min_tokens(llm):
+    """Both bind."""
+    a, b = (llm.tokenizer.encode(one)[0] for one in "ab")
+    form = {"regex": "[ab]{12}"}
+    letters = {"allowed_token_ids": (a, b), "max_tokens": 12, "temperature": 1.0}
+    both = [
+        SamplingParams(
+            structured_outputs=form, banned_sequences=((a, a), (b, b, b)), seed=seed, **letters
+        )
+        for seed in range(6)
+    ]
+    for output in outputs(llm, ["x"] * 6, both):
+        assert len(output.text) == 12
+        assert "aa" not in output.text
+        assert "bbb" not in output.text
+    stops = SamplingParams(
+        stop_token_ids=(b,), min_tokens=5, banned_sequences=((b, a),), seed=2, **letters
+    )
+    (output,) = outputs(llm, ["x"], stops)
+    assert output.token_ids[:5] == [a] * 5
+
+
+@pytest.mark.parametrize("form", [None, {"regex": "a+"}])
+def test_where_no_token_is_left_that_request_alone_ends(form, llm):
+    (a,) = llm.tokenizer.encode("a")
+    stuck = SamplingParams(
+        allowed_token_ids=(a,), banned_sequences=((a, a, a),), structured_outputs=form
+    )
+    others = [replace(GREEDY, banned_sequences=((a, a),)), GREEDY]
+    alone = [tokens(llm, ["x = "], one)[0] for one in others]
+    bad, *good = outputs(llm, ["x = "] * 3, [stuck, *others])
+    assert (bad.finish_reason, bad.token_ids) == ("error", [a, a])
+    assert "no token was left" in bad.stop_reason
+    assert [one.token_ids for one in good] == alone
+    assert tokens(llm, ["x = "], GREEDY) == alone[1:]
+
+
+def test_tokens_that_no_vocabulary_has(llm):
+    size = llm.engine.model.vocab_size
+    with pytest.raises(RequestError, match=f"banned_sequences: token id {size} is out of range"):
+        llm.generate(["x"], SamplingParams(banned_sequences=((1, size),)), progress=False)
