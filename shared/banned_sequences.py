@@ -18,10 +18,10 @@ class BannedSequences:
     def __init__(
         self, sequences: Sequence[tuple[int, ...]], stop_ids: Sequence[int], min_tokens: int
     ) -> None:
-        self._endings: defaultdict[int, list[tuple[tuple[int, ...], int]]] = defaultdict(list)
-        for *before, last in sequences:
-            self._endings[before[-1]].append((tuple(before), last))
-        self._longest = max(map(len, sequences)) - 1
+        self._endings: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+        for one in sequences:
+            self._endings[one[:-1]].append(one[-1])
+        self._lengths = sorted({len(before) for before in self._endings})
         self._stop_ids, self._min_tokens = stop_ids, min_tokens
         self._count = 0
         self._latest: list[int] = []
@@ -29,24 +29,21 @@ class BannedSequences:
     def take(self, token: int) -> None:
         """The next token of the output."""
         self._count += 1
-        self._latest = [*self._latest, token][-self._longest :]
+        self._latest = [*self._latest, token][-self._lengths[-1] :]
 
     def masked(self, words: np.ndarray) -> np.ndarray:
         """`words` [W] int32, a mask of tokens, without those that may not follow."""
         found = words.copy()
-        bits = found.view(np.uint32)
-        for token in self._banned():
-            if token < 32 * len(words):
-                bits[token // 32] &= ~np.uint32(1 << token % 32)
+        if tokens := [token for token in self._banned() if token < 32 * len(words)]:
+            listed = np.array(tokens, np.uint32)
+            np.bitwise_and.at(found.view(np.uint32), listed // 32, ~(np.uint32(1) << listed % 32))
         return found
 
     def _banned(self) -> Iterator[int]:
         if self._count < self._min_tokens:
             yield from self._stop_ids
-        latest = tuple(self._latest)
-        for before, last in self._endings.get(latest[-1], ()) if latest else ():
-            if latest[-len(before) :] == before:
-                yield last
+        for length in self._lengths:
+            yield from self._endings.get(tuple(self._latest[-length:]), ())
 
 
 def every_token(vocab_size: int) -> np.ndarray:

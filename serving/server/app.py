@@ -22,7 +22,7 @@ from ... import __version__
 from ...shared.chat import MAX_OUTPUT, render_chat
 from ...shared.errors import ModelNotFound, PromptTooLong, RequestError
 from ...shared.models.fields import show
-from ...shared.sampling_params import SamplingParams
+from ...shared.sampling_params import MAX_BANNED_LENGTH, SamplingParams
 from ...shared.structured_outputs import StructuredOutputs
 from ...shared.tokenizer import LONG, Tokenizer
 from ..batch import need_tokenizer
@@ -544,6 +544,10 @@ class Server:
             count = prompts * params.n
             try:
                 found = sequences_of(words, tokenizer)
+                if (longest := max(map(len, found), default=0)) > MAX_BANNED_LENGTH:
+                    raise RequestError(
+                        "bad_words", f"has a text of {longest} tokens, at most {MAX_BANNED_LENGTH}"
+                    )
                 single = tuple(one[0] for one in found if len(one) == 1)
                 longer = tuple(one for one in found if len(one) > 1)
                 more = params.banned_token_ids + single
