@@ -244,6 +244,8 @@ def port_number(text: str) -> int:
 def _prefix(text: str) -> str:
     if text and not text.startswith("/"):
         raise argparse.ArgumentTypeError(f"got {text}, allowed is a path such as /llm")
+    if f"{text}/".startswith("/v1/models/"):  # behind which anything is a model's name
+        raise argparse.ArgumentTypeError(f"got {text}, allowed is none that begins with /v1/models")
     return text.rstrip("/")
 
 

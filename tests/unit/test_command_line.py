@@ -272,6 +272,21 @@ def test_answers_name_flags_that_a_command_has(capsys):
         assert ("see --verbose" in capsys.readouterr().err) == known
 
 
+@pytest.mark.parametrize(
+    ("prefix", "kept"),
+    [("/llm/", "/llm"), ("/", ""), ("", ""), ("/v1", "/v1"), ("/v1/modelsx", "/v1/modelsx")],
+)
+def test_a_prefix_ends_without_a_slash(prefix, kept):
+    assert parse("serve", "demo", "--root-path", prefix)[0].root_path == kept
+
+
+@pytest.mark.parametrize("prefix", ["llm", "/v1/models", "/v1/models/", "/v1/models/x"])
+def test_a_prefix_that_cannot_be_told_from_a_path_is_refused(prefix, capsys):
+    with pytest.raises(SystemExit):
+        parse("serve", "demo", "--root-path", prefix)
+    assert f"--root-path: got {prefix}, allowed is " in capsys.readouterr().err
+
+
 def test_values_that_are_nested_too_deeply(capsys):
     for flag, value in (
         ("--allowed-origins", "[" * 100_000),
