@@ -90,8 +90,8 @@ def finish_reason(reason: str | None) -> str | None:
 
 
 def fingerprint_of(ready: Ready | None) -> str | None:
-    """A name for all that decides, beside a request, which tokens it gets: this version of the
-    package, the device and the engine's options as they were resolved.
+    """A name for what runs the model: this version of the package, the device and the engine's
+    options as they were resolved. Where it differs, the same seed may give other tokens.
     """
     if ready is None:
         return None

@@ -71,7 +71,7 @@ def test_the_load_is_told_where_it_is_counted():
     assert ask("/load", load=Load(), method="POST").status_code == 405
 
 
-def test_a_fingerprint_is_of_all_that_decides_tokens_and_of_nothing_else():
+def test_a_fingerprint_is_of_what_was_asked_for_and_not_of_what_was_measured():
     def ready(**more):
         model = {"backend": "torch", "platform": "cpu", "device": "x", "num_pages": 9} | more
         return SimpleNamespace(model=model, options={"dtype": "float32", "model": "m"})
