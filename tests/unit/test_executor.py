@@ -316,6 +316,43 @@ time.sleep(1000)
 """
 
 
+PATIENT = (
+    DRIVER.replace("time.sleep(1000)", "ranks.steps_begin(); input()")
+    + """
+for _ in range(20):
+    ranks.check()
+    time.sleep(0.1)
+ranks.close()
+print("well", flush=True)
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_pause_of_all_processes_is_nobodys_silence(order):
+    """As of a container, or a terminal: whoever goes on first, and for longer than a rank may be
+    silent.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", PATIENT.format(command=COMMAND)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    pids = [process.pid, *(int(word) for word in process.stdout.readline().split())]
+    time.sleep(0.5)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(driver.SILENT_S + 2)
+    for pid in pids[::order]:
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.3)
+    out, _ = process.communicate("\n", timeout=60)
+    assert out == "well\n"
+    assert gone(pids)
+
+
 @pytest.mark.parametrize("stopped", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_ranks_die_with_the_driver(stopped):
     """Even one that is stopped, which reads nothing."""
