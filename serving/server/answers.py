@@ -70,9 +70,11 @@ def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 def usage(lives: Sequence[Live], *, hidden: int = 0) -> dict[str, Any]:
-    """Tokens of prompts and completions. `hidden` tokens of each completion are not told."""
+    """Tokens of prompts, and of completions as far as they were told; `hidden` tokens of each never
+    are.
+    """
     prompt = sum(len(live.prompt_ids) for live in lives)
-    count = sum(max(0, len(o.token_ids) - hidden) for live in lives for o in live.outputs)
+    count = sum(max(0, told - hidden) for live in lives for told in live.told)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": count,
@@ -496,19 +498,11 @@ class CompletionAnswer:
 
     def whole(self, lives: Sequence[Live]) -> dict[str, Any]:
         """The object text_completion."""
-        choices = []
-        for place, live in enumerate(lives):
-            for output in live.outputs:
-                news = News(
-                    output.index,
-                    output.text,
-                    output.token_ids,
-                    output.logprobs,
-                    output.finish_reason,
-                    output.stop_reason,
-                    True,
-                )
-                choices.append(self._choice(place, live, news))
+        choices = [
+            self._choice(place, live, news)
+            for place, live in enumerate(lives)
+            for news in live.news()
+        ]
         return self._head | {"choices": choices, "usage": usage(lives, hidden=int(self._hide))}
 
     def piece(self, place: int, live: Live, news: News) -> dict[str, Any]:

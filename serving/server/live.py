@@ -82,6 +82,11 @@ class Live:
         return [part.output for part in self.completions]
 
     @property
+    def told(self) -> list[int]:
+        """How many tokens of each completion `news` has given."""
+        return [tokens for _, tokens, _ in self._told]
+
+    @property
     def num_cached_tokens(self) -> int:
         """Tokens of the prompt that came from the prefix cache."""
         return max(part.num_cached_tokens for part in self.completions)

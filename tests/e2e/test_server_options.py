@@ -164,13 +164,21 @@ def test_an_event_has_as_many_tokens_as_the_server_was_told(path, client):
     body = CALLS[path] | more
     whole = client.post(path, json=body).json()
     found, prints = {}, {whole["system_fingerprint"]}
-    options = {"stream": True, "stream_options": {"include_usage": True}}
+    tells = {"include_usage": True, "continuous_usage_stats": True}
+    options = {"stream": True, "stream_options": tells}
     with client.stream("POST", path, json=body | options) as answer:
         events = [json.loads(line[6:]) for line in answer.iter_lines() if line[6:7] == "{"]
+    counts = []
     for event in events:
         prints.add(event["system_fingerprint"])
         for one in event["choices"]:
             found.setdefault(one["index"], []).append(one.get("token_ids", []))
+        said = sum(len(ids) for pieces in found.values() for ids in pieces)
+        counts.append((event["usage"]["completion_tokens"], said))
+    # The events that come together have what was told by the last of them.
+    assert all(told >= said for told, said in counts)
+    assert sum(told == said for told, said in counts) > 5
+    assert counts[-1] == (whole["usage"]["completion_tokens"],) * 2
     for one in whole["choices"]:
         pieces = [ids for ids in found[one["index"]] if ids]
         assert list(chain(*pieces)) == one["token_ids"]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinfer.serving.server import child, messages
-from twinfer.serving.server.answers import Words, error_of, finish_reason
+from twinfer.serving.server.answers import Words, error_of, finish_reason, usage
 from twinfer.serving.server.child import IDLE_MS, Loop, _fatal, hang_limit
 from twinfer.serving.server.doors import Doors
 from twinfer.serving.server.events import piece_events
@@ -303,7 +303,7 @@ def test_news_may_wait_for_more_tokens():
     """The first of a completion and its end never do, nor what came before an error."""
 
     async def check():
-        one = live(2, max_tokens=99)
+        one, said = live(2, max_tokens=99), []
         one.interval = 3
 
         def after(index, *tokens, reason=None):
@@ -311,6 +311,8 @@ def test_news_may_wait_for_more_tokens():
             one.take(index, Update(str(index), tokens, reason))
             news = [(n.index, n.token_ids, n.finish_reason) for n in one.news()]
             assert one.changed.is_set() == bool(news)
+            said.extend(token for _, ids, _ in news for token in ids)
+            assert usage([one])["completion_tokens"] == len(said)
             return news
 
         assert after(0, 5) == [(0, [5], None)]
