@@ -546,8 +546,11 @@ class Server:
                     )
                 single = tuple(one[0] for one in found if len(one) == 1)
                 longer = tuple(one for one in found if len(one) > 1)
-                more = params.banned_token_ids + single
-                banning = replace(params, banned_token_ids=more, banned_sequences=longer)
+                banning = replace(
+                    params,
+                    banned_token_ids=params.banned_token_ids + single,
+                    banned_sequences=params.banned_sequences + longer,
+                )
             except RequestError as error:
                 raise RequestError("bad_words", error.reason) from None
             if (size := sum(map(len, found))) * count > MAX_LISTED:

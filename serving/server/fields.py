@@ -42,8 +42,8 @@ LONG_BODY = 1 << 16
 SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos",
-    "allowed_token_ids", "banned_token_ids", "include_stop_str_in_output", "skip_special_tokens",
-    "structured_outputs",
+    "allowed_token_ids", "banned_token_ids", "banned_sequences", "include_stop_str_in_output",
+    "skip_special_tokens", "structured_outputs",
 )  # fmt: skip
 """Fields that go to `SamplingParams` under the same name."""
 IGNORED = (
@@ -105,6 +105,7 @@ class Generation(BaseModel):
     ignore_eos: bool | None = None
     allowed_token_ids: list[int] | None = None
     banned_token_ids: list[int] | None = None
+    banned_sequences: list[list[int]] | None = None
     bad_words: list[str] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -126,10 +127,13 @@ class Generation(BaseModel):
 
     @property
     def form_field(self) -> str:
-        """The field that asks for a form of the text: what refuses the form names it."""
+        """The field that asks for a form of the text, or bounds it otherwise: what refuses it names
+        that.
+        """
         if self.response_format is not None and self.response_format.get("type") != "text":
             return "response_format"
-        return "bad_words" if self.bad_words and self.structured_outputs is None else FORM
+        asked = (FORM, "bad_words", "banned_sequences")
+        return next((name for name in asked if getattr(self, name)), FORM)
 
     @property
     def wants_usage(self) -> bool:
@@ -200,8 +204,12 @@ class Generation(BaseModel):
     def check_lists(self, prompts: int) -> None:
         """Raise RequestError for lists of token ids that are too long for so many prompts."""
         count = prompts * (self.n or 1)
-        for name in ("allowed_token_ids", "banned_token_ids"):
-            size = len(getattr(self, name) or ())
+        sequences = sum(map(len, self.banned_sequences or ()))
+        for name, size in (
+            ("allowed_token_ids", len(self.allowed_token_ids or ())),
+            ("banned_token_ids", len(self.banned_token_ids or ())),
+            ("banned_sequences", sequences),
+        ):
             if size * count > MAX_LISTED:
                 raise RequestError(
                     name,

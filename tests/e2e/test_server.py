@@ -477,6 +477,14 @@ BAD = [
     (dict(logit_bias={"5": 1, "05": 2}), "logit_bias"),
     (dict(logit_bias={"1_0": 1}), "logit_bias"),
     (dict(guided_regex="a"), "guided_regex"),
+    (dict(banned_sequences=[[5]]), "banned_sequences"),
+    (dict(banned_sequences=[5, 6]), "banned_sequences"),
+    (dict(banned_sequences=[[5, 10**9]]), "banned_sequences"),
+    (dict(banned_sequences=[[5, -1]]), "banned_sequences"),
+    (dict(banned_sequences=[[5] * 65]), "banned_sequences"),
+    (dict(banned_sequences=[[5, 6]] * 1025), "banned_sequences"),
+    (dict(banned_sequences=[[5] * 60] * 1000, n=64), "banned_sequences"),
+    (dict(banned_sequences=[[5, 6]] * 1024, bad_words=["aaaaaaaaaaab"]), "bad_words"),
     (dict(bad_words="a"), "bad_words"),
     (dict(bad_words=["a", ""]), "bad_words"),
     (dict(bad_words=["a", 5]), "bad_words"),
@@ -676,6 +684,12 @@ def test_bad_words_do_not_come(tell, path, body, server):
         assert not any(has(ids, word) for _, _, ids in bound for word in sequences)
         assert all(len(ids) == 30 for _, _, ids in bound)
         assert bound == tell(client, path, body | {"bad_words": words})[0]
+        longer = [ids for ids in sequences if len(ids) > 1]
+        single = [token for (token,) in (ids for ids in sequences if len(ids) == 1)]
+        same = {"banned_sequences": longer, "banned_token_ids": single}
+        assert bound == tell(client, path, body | same)[0]
+        same = {"banned_sequences": longer, "bad_words": words[:5], "banned_token_ids": single}
+        assert bound == tell(client, path, body | same)[0]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -687,9 +701,10 @@ def test_bad_words_do_not_come(tell, path, body, server):
     [
         ({"structured_outputs": {"regex": "aab"}}, "structured_outputs"),
         ({"bad_words": ["aaa"]}, "bad_words"),
+        ({}, "banned_sequences"),
         ({"structured_outputs": {"regex": "a+"}, "bad_words": ["aaa"]}, "structured_outputs"),
     ],
-    ids=["form", "words", "both"],
+    ids=["form", "words", "sequences", "both"],
 )
 def test_a_call_that_has_no_token_left_says_which_field_it_is(more, field, path, stream, server):
     """After two tokens; nobody else notices."""
@@ -697,6 +712,8 @@ def test_a_call_that_has_no_token_left_says_which_field_it_is(more, field, path,
     with server.client() as client:
         (a,) = client.post("/tokenize", json={"prompt": "a"}).json()["tokens"]
         body = said.get(path, {"messages": MESSAGES}) | {"allowed_token_ids": [a]} | more
+        if field == "banned_sequences":
+            body[field] = [[a, a]]
         if path != "/v1/responses":
             body |= {"max_tokens": 9, "n": 2}
         answer = client.post(path, json=body | {"stream": stream})
@@ -1613,6 +1630,7 @@ LIKELY = {
     "return_tokens_as_token_ids": st.booleans(), "add_special_tokens": st.booleans(),
     "truncate_prompt_tokens": st.integers(-2, 6) | NUMBER,
     "bad_words": st.lists(st.text(max_size=4), max_size=3),
+    "banned_sequences": st.lists(st.lists(st.integers(-1, 2000) | NUMBER, max_size=3), max_size=3),
     "best_of": st.integers(-1, 5), "model": st.sampled_from(["demo", "", "x\0"]) | NUMBER,
 }  # fmt: skip
 
