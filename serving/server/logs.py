@@ -44,7 +44,8 @@ def configure_logging(form: str, *, verbose: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(_TEXT))
     logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler])
-    logging.getLogger("asyncio").setLevel(logging.WARNING)
+    for name in ("asyncio", "uvicorn.error"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def log_request(

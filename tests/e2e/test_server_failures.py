@@ -432,6 +432,7 @@ def test_the_end_of_a_request_is_logged_without_its_texts():
         assert server.wait_exit() == 70
     # The bar of the start is for people, and no record.
     lines = [json.loads(line) for line in server.log.splitlines() if line.startswith("{")]
+    assert {line["logger"].partition(".")[0] for line in lines} == {"twinfer"}
     first, second = (line for line in lines if line["logger"] == "twinfer.requests")
     assert (first["request_id"], first["path"], first["status"]) == ("mine", "/v1/completions", 200)
     assert (first["prompt_tokens"], first["output_tokens"]) == (
