@@ -34,7 +34,9 @@ def seconds(llm: LLM, batch: int, tokens: int, rng: random.Random) -> tuple[floa
 
 def main() -> None:
     """Print a line for each batch size."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True)
     parser.add_argument("--backend", default="torch")
     parser.add_argument("--batch-sizes", default="1,8,64")

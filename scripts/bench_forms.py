@@ -152,7 +152,9 @@ class Parts:
 
 def main():
     """Prints a line for each kind of streams."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="demo")
     parser.add_argument("--backend", default="torch")
     parser.add_argument("--device", default="auto")

@@ -109,7 +109,9 @@ async def measure(pid, url, arguments):
 
 def main():
     """Measures, and ends the server."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 128])
     parser.add_argument("--length", type=int, default=100, help="tokens of each stream")
     parser.add_argument("--max-num-seqs", default="128", help="rows of the server's batch")

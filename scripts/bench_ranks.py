@@ -74,7 +74,9 @@ def measure(count: int, requests: int) -> dict[str, float]:
 
 def main() -> None:
     """Print a line for each number of ranks."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--ranks", default="2,4")
     arguments = parser.parse_args()

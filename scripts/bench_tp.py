@@ -267,7 +267,9 @@ def settings(world: int) -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     """Run all parts, or one of them as a process of its own."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="llama3-8b")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch-sizes", default="1,8,64,256")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Whether anything became slower: `twinfer bench offline` of several checkouts, which take turns
+r"""Whether anything became slower: `twinfer bench offline` of several checkouts, which take turns
 on one machine.
 
 Each run is a process of its own. Of each figure the median of a checkout's rounds counts; the last

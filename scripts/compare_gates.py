@@ -101,7 +101,9 @@ def look(name: str, backend: str, folder: Path) -> list[Sensitivity]:
 
 def main() -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backend", choices=("torch", "jax"), default="torch")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these faults (default: all)")
     parser.add_argument("--json", metavar="FILE", help="write the table")

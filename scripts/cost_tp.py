@@ -42,7 +42,9 @@ def compare(measured: dict[str, Any]) -> list[tuple[str, float, float]]:
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--measured", help="a file that scripts/bench_tp.py wrote")
     parser.add_argument("--model", default="llama3-8b")
     parser.add_argument("--shards", type=int, default=2)

@@ -593,7 +593,9 @@ def show(result: Result) -> None:
 
 def main() -> int:
     """Run the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", action="extend", metavar="NAME")
     parser.add_argument(
         "--catalogue", action="store_true", help="faults of the self-test instead of edits"

@@ -125,7 +125,9 @@ def measure(
 
 def parse_arguments() -> argparse.Namespace:
     """What to run, and how."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--batch-sizes", default="1,8,64,256")
     parser.add_argument(

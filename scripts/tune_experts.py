@@ -196,7 +196,9 @@ def compile_only(shape: Shape, kind: str, tokens: list[int], job: int, jobs: int
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="gpt-oss-20b")
     parser.add_argument("--kind", choices=BYTES, default="fp4")
     parser.add_argument("--routing", default="even")

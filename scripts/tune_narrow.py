@@ -280,7 +280,9 @@ def compile_only(triples: list[str]) -> None:
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kinds", default="int8,fp8,int4,tokens")
     parser.add_argument("--rows", default="1,8,64,2048")
     parser.add_argument("--shapes", default="", help="of weights, as 6144x4096")

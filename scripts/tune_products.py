@@ -295,7 +295,9 @@ def measured_entries(
 
 def main() -> None:
     """Print the table and the entries."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", default="llama3-8b")
     parser.add_argument("--rows", default="8,32,64")
     parser.add_argument("--ranks", type=int, default=1, help="of a model that is divided so")
