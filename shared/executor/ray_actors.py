@@ -44,6 +44,10 @@ FAREWELL_S = 5.0
 """How long the ends of actors are waited for."""
 CARRIED = ("XLA_", "JAX_", "LIBTPU_", "TORCH", "TRITON_", "TWINFER_", "NCCL_", "GLOO_", "OMP_")
 """The variables of the driver that ranks get too: those of Ray's processes are the cluster's."""
+AS_NICE_AS_RAY = {"env_vars": {"RAY_worker_niceness": "0"}}
+"""The priority of a node's own processes. Ray adds 15 for workers, and a rank whose machine is busy
+hardly runs then.
+"""
 ADDRESS_OF_INTERFACE = 0x8915
 """SIOCGIFADDR of ioctl."""
 OWN = "local"
@@ -336,6 +340,7 @@ class Actors:
                     num_gpus=resources.get("GPU", 0),
                     resources=extra,
                     scheduling_strategy=where,
+                    runtime_env=AS_NICE_AS_RAY,
                 ).remote()
             )
         with waiting(lambda: f"the {count} actors of the ranks"):

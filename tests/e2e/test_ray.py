@@ -100,6 +100,23 @@ def test_requests_go_on_with_their_tokens_where_ranks_are_placed_anew(cluster, w
     assert all(gone(pid) for pid in lost)
 
 
+def test_ranks_do_not_stand_back_for_other_processes(cluster):
+    """Ray starts its workers as nice as 15: on a busy machine they hardly run."""
+    from twinfer.shared.executor.ray_actors import Actors
+
+    ray.init(address=cluster.address, log_to_driver=False)
+    ranks = Ranks("torch", "cpu", 2, Actors(2, [*COMMAND]))
+    try:
+        actors = ranks.processes
+        found = [
+            os.getpriority(os.PRIO_PROCESS, pid)
+            for pid in [*actors, *(pid for actor in actors for pid in children(actor))]
+        ]
+    finally:
+        ranks.close()
+    assert found == [os.getpriority(os.PRIO_PROCESS, 0)] * 4
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
