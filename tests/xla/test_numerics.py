@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from twinfer.numerics.questions.model import compare_model
+from twinfer.numerics.questions.served import check_served
 from twinfer.numerics.sides.steps import default_prompts, make_steps
 from twinfer.numerics.sides.subject import open_subject, parse_target
 from twinfer.ops.namespaces.torch_ import TorchNamespace
@@ -32,6 +33,15 @@ def to_blame(diff):
 @pytest.mark.parametrize("mode", ["S", "P"])
 def test_three_sides_are_equal(mode):
     assert to_blame(compared(mode)) == set()
+
+
+def test_what_its_engine_serves_is_judged_without_loops():
+    """It has none, which is said."""
+    subject = open_subject("demo", dtype="bfloat16")
+    diff = check_served(subject, [parse_target(SIDES[2])], modes=("S",), definition="off")
+    assert [run.run for run in diff.served] == ["steps"]
+    assert diff.exit_code == 0
+    assert diff.notes == ["a torch-xla:cpu: not run with loops of decode steps, which it has not"]
 
 
 def test_a_wrong_native_of_torch_is_blamed_on_both_torch_sides(monkeypatch):
