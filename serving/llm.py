@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -17,17 +18,20 @@ from ..shared.engine import Engine
 from ..shared.errors import ConfigError, RequestError
 from ..shared.generation_config import default_params
 from ..shared.models.config_json import load_config
+from ..shared.models.fields import show
 from ..shared.models.locate import model_folder
 from ..shared.models.shapes import check_weights
 from ..shared.sampling_params import SamplingParams
 from ..shared.tokenizer import Tokenizer
 from .batch import Batch, Prompt
 from .conversations import ChatTemplate, Message
+from .other_flags import checked_options
 from .outputs import RequestOutput, StreamUpdate
 from .progress import GenerationBar, StartBar
 
 ARGUMENTS: dict[str, tuple[tuple[type, ...], str]] = {
     "progress": ((bool,), "allowed are true and false"),
+    "use_tqdm": ((bool,), "allowed are true and false"),
     "return_errors": ((bool,), "allowed are true and false"),
     "on_finish": ((Callable, NoneType), "allowed is a function of a RequestOutput, or None"),  # type: ignore[dict-item]
     "demand": ((Demand,), "allowed is a Demand"),
@@ -37,6 +41,13 @@ ARGUMENTS: dict[str, tuple[tuple[type, ...], str]] = {
     ),
 }
 """Arguments that are no options of an engine: their types, and what an error says is allowed."""
+OTHER_ARGUMENTS = {
+    "guided_options_request": "say structured_outputs in the sampling params",
+    "lora_request": "adapters are not supported; merge them into the checkpoint",
+    "priority": "each prompt says its own: {'prompt': TEXT, 'priority': 1}",
+    "prompt_token_ids": "each prompt says its own: {'prompt_token_ids': IDS}, or the list itself",
+}
+"""Arguments of vLLM's `generate` and `chat` that are none here, and what stands in their place."""
 
 
 class LLM:
@@ -71,7 +82,7 @@ class LLM:
     ) -> None:
         _check_arguments(ConfigError, tokenizer=tokenizer, demand=demand, progress=progress)
         config = EngineConfig.from_options(
-            {"model": model, "backend": backend, "device": device, **options}
+            {"model": model, "backend": backend, "device": device, **checked_options(options)}
         )
         check_weights(model, config.load_format)
         folder = model_folder(model)
@@ -96,33 +107,49 @@ class LLM:
         """Free the device."""
         self.engine.close()
 
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, None for a model without."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a call without params takes; `dataclasses.replace` changes some of it."""
+        return self.default_params
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what was kept of earlier prompts. False if a stream is running: nothing is
+        forgotten then.
+        """
+        return self.engine.reset_prefix_cache()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
         return_errors: bool = False,
         on_finish: Callable[[RequestOutput], None] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Complete each prompt; results stand in the order of the prompts.
 
         A refused request raises RequestError after the others were withdrawn; with `return_errors`
         it comes back with `error` set and the others go on. `on_finish` is called with each result
-        when it is complete.
+        when it is complete. `use_tqdm` is taken for `progress`, as vLLM calls it.
         """
+        progress = _progress(progress, others)
         _check_arguments(
             RequestError, progress=progress, return_errors=return_errors, on_finish=on_finish
         )
         with self._alone():
-            batch = self._add_all(prompts, params, return_errors)
+            batch = self._add_all(prompts, sampling_params, return_errors)
             self._run(batch, progress, on_finish)
             return batch.outputs
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         return_errors: bool = False,
     ) -> Generator[StreamUpdate, None, None]:
@@ -132,14 +159,16 @@ class LLM:
         ended, and so does leaving a loop over it, once nobody holds it any more. Until then no
         other call can run.
         """
-        with closing(self.stream_steps(prompts, params, return_errors=return_errors)) as steps:
+        with closing(
+            self.stream_steps(prompts, sampling_params, return_errors=return_errors)
+        ) as steps:
             for updates in steps:
                 yield from updates
 
     def stream_steps(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         return_errors: bool = False,
     ) -> Generator[list[StreamUpdate], None, None]:
@@ -150,7 +179,7 @@ class LLM:
         """
         _check_arguments(RequestError, return_errors=return_errors)
         with self._alone():
-            batch = self._add_all(prompts, params, return_errors)
+            batch = self._add_all(prompts, sampling_params, return_errors)
             refused = [
                 (index, output)
                 for index, output in enumerate(batch.outputs)
@@ -163,7 +192,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
@@ -173,12 +202,14 @@ class LLM:
         progress: bool = True,
         return_errors: bool = False,
         on_finish: Callable[[RequestOutput], None] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several: messages with `role` and `content`, rendered by the
         model's template.
 
         The options of the template are those of `chat_prompts`, the others those of `generate`.
         """
+        progress = _progress(progress, others)
         prompts = self.chat_prompts(
             messages,
             tools=tools,
@@ -189,7 +220,11 @@ class LLM:
             return_errors=return_errors,
         )
         return self.generate(
-            prompts, params, progress=progress, return_errors=return_errors, on_finish=on_finish
+            prompts,
+            sampling_params,
+            progress=progress,
+            return_errors=return_errors,
+            on_finish=on_finish,
         )
 
     def chat_prompts(
@@ -298,6 +333,24 @@ def _check_arguments(error: type[ConfigError] | type[RequestError], **given: Any
             if issubclass(error, RequestError)
             else ConfigError(f"{name}: {reason}")
         )
+
+
+def _progress(progress: bool, others: Mapping[str, Any]) -> bool:
+    """Whether there is a bar, by either name. Raises RequestError for any other argument, with what
+    stands in its place.
+    """
+    for name, value in others.items():
+        if name == "use_tqdm":
+            _check_arguments(RequestError, use_tqdm=value)
+            if progress is not True:
+                raise RequestError("progress", "is use_tqdm too: give one of them")
+        elif name not in OTHER_ARGUMENTS or value is not None:
+            words = OTHER_ARGUMENTS.get(name, "no such argument")
+            near = difflib.get_close_matches(name, ("sampling_params", "progress"), 1)
+            hint = f"did you mean {near[0]!r}?" if near else words
+            raise RequestError(name, f"got {show(value)}; {hint}")
+    use_tqdm: bool = others.get("use_tqdm", progress)
+    return use_tqdm
 
 
 def _is_single(prompts: Any) -> bool:

@@ -1,8 +1,15 @@
 """Flags of vLLM and SGLang that are none here, and what stands in their place: for whoever brings a
-command line along.
+command line along, or a script that gives `LLM` the same as options.
 """
 
 from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..shared.errors import ConfigError
+from ..shared.models.fields import show
 
 OTHER_NAMES = {
     "-O": "--compile-level",
@@ -136,3 +143,45 @@ OTHER_VALUES = {
     for scheme in ("awq", "awq_marlin", "compressed-tensors", "gptq", "gptq_marlin", "mxfp4")
 }  # fmt: skip
 """What to say for values of our flags that other engines have."""
+
+
+def option_of(flag: str) -> str:
+    """What a flag is called as an option: --max-model-len is max_model_len."""
+    return flag.lstrip("-").replace("-", "_")
+
+
+_OPTIONS = {option_of(flag): words for flag, words in ELSEWHERE.items()} | {
+    "data_parallel_size": "replicas are a server's: twinfer serve --data-parallel-size",
+    "pipeline_parallel_size": "layers are shared by tensor_parallel_size alone",
+}
+_NOTHING = {
+    "cpu_offload_gb": 0,
+    "data_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "swap_space": 0,
+    "tokenizer_mode": "auto",
+}
+"""Values of vLLM's options with which they ask for nothing, beside None and False."""
+_VALUES = {(option_of(flag), value): words for (flag, value), words in OTHER_VALUES.items()}
+
+
+def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `LLM` without those of vLLM's that ask for nothing.
+
+    Raises ConfigError for one of vLLM's that does, or a value that only vLLM has, with what stands
+    in its place. Whatever else is wrong is for others to say.
+    """
+    for name, value in options.items():
+        words = _VALUES.get((name, value)) if isinstance(value, str) else None
+        if name in _OPTIONS and value not in (None, False, _NOTHING.get(name)):
+            words = _OPTIONS[name]
+        if name == "compilation_config" and type(value) is int:
+            words = f"say compile_level={value}"
+        if words is not None:
+            said = words if words.startswith("replicas") else re.sub("--[a-z-]+", _named, words)
+            raise ConfigError(f"{name}: got {show(value)}; {said}")
+    return {name: value for name, value in options.items() if name not in _OPTIONS}
+
+
+def _named(flag: re.Match[str]) -> str:
+    return option_of(flag[0])

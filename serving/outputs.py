@@ -37,6 +37,11 @@ class RequestOutput:
     num_cached_tokens: int = 0
     error: Exception | None = None
 
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is to come: all completions have ended, or the request was refused."""
+        return all(completion.finish_reason is not None for completion in self.outputs)
+
 
 @dataclass(slots=True)
 class StreamUpdate:

@@ -31,6 +31,15 @@ def _check_count(items: Any, limit: int) -> None:
 
 
 @dataclass(frozen=True)
+class AtMost(Whole):
+    """A bound. None is none, which is kept as the largest number."""
+
+    def check(self, value: Any) -> Any:
+        """See `Kind`."""
+        return INT32_MAX if value is None else super().check(value)
+
+
+@dataclass(frozen=True)
 class Temperature(Number):
     """0, or a number from `least`: below it, logits over temperature leave the range of the
     sampler's integers.

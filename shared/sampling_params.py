@@ -9,11 +9,13 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Any, Self
 
 from .errors import RequestError
+from .models.fields import show
 from .option_kinds import INT32_MAX, Number, Switch, Whole
-from .options import check_fields, option
-from .sampling_kinds import Biases, Sequences, Strings, Temperature, TokenIds
+from .options import check_fields, nearest_name, option, options_of
+from .sampling_kinds import AtMost, Biases, Sequences, Strings, Temperature, TokenIds
 from .structured_outputs import Structure, StructuredOutputs
 
 MAX_N = 128
@@ -28,6 +30,22 @@ MAX_LOGPROBS = 20
 LOGIT_BIAS_RANGE = 100.0
 MAX_TEMPERATURE = 10.0
 
+ELSEWHERE = {
+    "bad_words": "say banned_sequences, in token ids",
+    "best_of": "say n, and choose among the completions by cumulative_logprob",
+    "detokenize": "texts are made always; leave it out",
+    "early_stopping": "beams are not searched; leave it out",
+    "extra_args": "no code of a user reads them; leave it out",
+    "guided_decoding": "say structured_outputs",
+    "length_penalty": "beams are not searched; leave it out",
+    "logits_processors": "no code of a user runs in a step; see logit_bias and allowed_token_ids",
+    "output_kind": "LLM.stream gives what is new, LLM.generate what is complete; leave it out",
+    "spaces_between_special_tokens": "the tokenizer decides; leave it out",
+    "truncate_prompt_tokens": "cut the prompt's token ids, and give those",
+    "use_beam_search": "beams are not searched; see n",
+}
+"""What stands in the place of settings that vLLM has and that are none here."""
+
 _option = partial(option, owner="sampling")
 
 
@@ -35,18 +53,18 @@ _option = partial(option, owner="sampling")
 class SamplingParams:
     """Sampling settings of one request, with the names and defaults that users of vLLM know.
 
-    `temperature` 0 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `seed` None lets
-    the engine draw one. Penalties follow the usual order: repetition on the raw logits, then
-    frequency and presence, then the bias, then masks (`allowed_token_ids`, `banned_token_ids`,
-    `banned_sequences`, `min_tokens`), then the temperature. `logprobs` N returns the N best tokens
-    and the sampled one, from the raw logits. `structured_outputs` is a mapping with one of json (a
-    schema), json_object, regex, choice and grammar: only tokens that keep to it are sampled, and a
-    complete text ends.
+    `max_tokens` None is as many as fit, and is kept as the largest number. `temperature` 0 is
+    greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `seed` None lets the engine draw one.
+    Penalties follow the usual order: repetition on the raw logits, then frequency and presence,
+    then the bias, then masks (`allowed_token_ids`, `banned_token_ids`, `banned_sequences`,
+    `min_tokens`), then the temperature. `logprobs` N returns the N best tokens and the sampled one,
+    from the raw logits. `structured_outputs` is a mapping with one of json (a schema), json_object,
+    regex, choice and grammar: only tokens that keep to it are sampled, and a complete text ends.
     """
 
     n: int = _option(1, Whole(1, MAX_N), help="completions of each prompt")
     max_tokens: int = _option(
-        16, Whole(1, INT32_MAX), help="tokens of a completion at most", near=("max_new_tokens",)
+        16, AtMost(1, INT32_MAX), help="tokens of a completion at most", near=("max_new_tokens",)
     )
     min_tokens: int = _option(
         0, Whole(0, INT32_MAX), limits="0 to max-tokens", help="tokens before a stop counts"
@@ -118,6 +136,17 @@ class SamplingParams:
     prompt_logprobs: int | None = _option(
         None, Whole(0, MAX_LOGPROBS), help="the same of the prompt's tokens"
     )
+
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
+        """Raises RequestError for a setting that is none, with what stands in its place."""
+        known = options_of(cls)
+        for name in settings.keys() - known.keys():
+            near = nearest_name(name, known.values())
+            words = ELSEWHERE.get(name) or (
+                f"did you mean {near!r}?" if near else "no such setting"
+            )
+            raise RequestError(name, f"got {show(settings[name])}; {words}")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         check_fields(self, RequestError)

@@ -36,7 +36,7 @@ from twinfer.shared.option_kinds import (
 )
 from twinfer.shared.options import METADATA, OWNERS, by_name, nearest_name, options_of
 from twinfer.shared.page_groups import PageGroup
-from twinfer.shared.sampling_kinds import Biases, Sequences, Strings, Temperature, TokenIds
+from twinfer.shared.sampling_kinds import AtMost, Biases, Sequences, Strings, Temperature, TokenIds
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.structured_outputs import MAX_TEXT, Structure
 
@@ -168,7 +168,7 @@ def test_what_is_not_allowed_is_refused_with_name_value_and_what_is(cls, entry):
 
 def tolerant(kind):
     """Whether None stands for nothing, as it does in requests."""
-    return isinstance(kind, TokenIds | Sequences | Strings | Biases)
+    return isinstance(kind, TokenIds | Sequences | Strings | Biases | AtMost)
 
 
 def test_the_limits_themselves_are_allowed():

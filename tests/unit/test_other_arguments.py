@@ -1,0 +1,132 @@
+"""What users of vLLM write in Python: it works as there, or the error says what stands in its
+place.
+"""
+
+import dataclasses
+
+import pytest
+
+from twinfer import LLM, SamplingParams
+from twinfer.serving import other_flags
+from twinfer.serving.outputs import CompletionOutput, RequestOutput
+from twinfer.shared.engine_config import EngineConfig
+from twinfer.shared.errors import ConfigError, RequestError
+from twinfer.shared.option_kinds import INT32_MAX
+from twinfer.shared.sampling_params import ELSEWHERE
+
+OF_LLM = {
+    "trust_remote_code": (True, "no code of a model"),
+    "revision": ("main", "nothing is downloaded"),
+    "tokenizer_mode": ("slow", "the files in MODEL's folder decide"),
+    "enable_lora": (True, "adapters are not supported"),
+    "speculative_config": ({}, "speculative decoding is not supported"),
+    "cpu_offload_gb": (4, "stay on the devices"),
+    "pipeline_parallel_size": (2, "tensor_parallel_size"),
+    "data_parallel_size": (2, "twinfer serve"),
+    "max_logprobs": (50, "at most 20"),
+    "cuda_graph_sizes": ([1], "compilation_config"),
+}
+"""Options of vLLM's LLM that are none here: a value, and what the error says."""
+
+
+@pytest.mark.parametrize("name", OF_LLM)
+def test_options_of_vllm_are_answered(name):
+    value, words = OF_LLM[name]
+    with pytest.raises(ConfigError, match=f"{name}.*{words}") as raised:
+        LLM("demo", progress=False, **{name: value})
+    assert "--" not in str(raised.value).replace("twinfer serve --data-parallel-size", "")
+
+
+def test_values_of_vllm_are_answered():
+    for (flag, value), words in other_flags.OTHER_VALUES.items():
+        name = flag.removeprefix("--").replace("-", "_")
+        if name not in {field.name for field in dataclasses.fields(EngineConfig)}:
+            continue
+        with pytest.raises(ConfigError, match=f"{name}: got {value}; {words}"):
+            other_flags.checked_options({name: value})
+
+
+def test_what_asks_for_nothing_is_no_error():
+    given = {"speculative_config": None, "enable_lora": False, "trust_remote_code": False}
+    assert other_flags.checked_options({**given, "max_num_seqs": 3}) == {"max_num_seqs": 3}
+    with pytest.raises(ConfigError, match=r"unknown option 'max_seqs'.*max_num_seqs"):
+        LLM("demo", progress=False, max_seqs=None)
+    assert not other_flags.checked_options(
+        {"pipeline_parallel_size": 1, "cpu_offload_gb": 0, "tokenizer_mode": "auto"}
+    )
+    with pytest.raises(ConfigError, match="compilation_config: got 3; say compile_level=3"):
+        other_flags.checked_options({"compilation_config": 3})
+    # What is an option here is never dropped.
+    assert other_flags.checked_options({"enable_prefix_caching": False}) == {
+        "enable_prefix_caching": False
+    }
+
+
+def test_no_option_here_is_answered_as_another_engines():
+    ours = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert not ours & {other_flags.option_of(flag) for flag in other_flags.ELSEWHERE}
+
+
+@pytest.mark.parametrize("name", sorted(ELSEWHERE))
+def test_sampling_params_of_vllm_are_answered(name):
+    with pytest.raises(RequestError, match=f"{name}.*") as raised:
+        SamplingParams(**{name: 3})
+    assert ELSEWHERE[name] in str(raised.value)
+
+
+def test_unknown_sampling_params_name_the_nearest():
+    with pytest.raises(RequestError, match=r"max_token.*max_tokens"):
+        SamplingParams(max_token=3)
+    with pytest.raises(RequestError, match=r"max_new_tokens.*'max_tokens'"):
+        SamplingParams(max_new_tokens=None)
+    with pytest.raises(RequestError, match="nothing_like_it"):
+        SamplingParams(nothing_like_it=3)
+    with pytest.raises(TypeError):
+        SamplingParams(1, n=1)
+
+
+def test_no_bound_on_tokens_is_as_many_as_fit():
+    params = SamplingParams(max_tokens=None, temperature=0.0)
+    assert params.max_tokens == INT32_MAX
+    assert dataclasses.replace(params, max_tokens=4).max_tokens == 4
+
+
+def test_an_output_is_finished_once_all_its_completions_are():
+    done, open_ = CompletionOutput(0, finish_reason="stop"), CompletionOutput(1)
+    assert RequestOutput("a", "x", [1], [done]).finished
+    assert not RequestOutput("a", "x", [1], [done, open_]).finished
+    assert RequestOutput("a", "x", [], error=RequestError("n", "wrong")).finished
+
+
+def test_arguments_of_generate(tmp_path):
+    with LLM("demo", backend="torch", device="cpu", progress=False, max_model_len=64) as llm:
+        assert llm.get_tokenizer() is llm.tokenizer
+        assert llm.get_default_sampling_params() == llm.default_params
+        greedy = SamplingParams(temperature=0, max_tokens=4)
+        asked = llm.generate(["the "], sampling_params=greedy, use_tqdm=False)
+        assert asked[0].finished
+        again = llm.generate("the ", greedy, progress=False, lora_request=None, priority=None)
+        assert again[0].outputs[0].token_ids == asked[0].outputs[0].token_ids
+        assert again[0].num_cached_tokens == 0  # less than a page
+        assert llm.reset_prefix_cache()
+        chat = [{"role": "user", "content": "hi"}]
+        (answer,) = llm.chat(chat, sampling_params=greedy, use_tqdm=False)
+        assert answer.finished
+        (long,) = llm.generate(
+            "the ", SamplingParams(temperature=0, max_tokens=None, ignore_eos=True), progress=False
+        )
+        assert len(long.prompt_token_ids) + len(long.outputs[0].token_ids) == 64
+        assert long.outputs[0].finish_reason == "length"
+        for name, words in {
+            "prompt_token_ids": "'prompt_token_ids'",
+            "lora_request": "merge",
+            "priority": "'priority'",
+            "guided_options_request": "structured_outputs",
+            "sampling_param": "sampling_params",
+        }.items():
+            with pytest.raises(RequestError, match=f"{name}.*{words}"):
+                llm.generate(["the "], **{name: [1]})
+        with pytest.raises(RequestError, match="use_tqdm: got 'no'"):
+            llm.generate("the ", use_tqdm="no")
+        with pytest.raises(RequestError, match=r"progress.*use_tqdm"):
+            llm.generate("the ", use_tqdm=False, progress=False)
