@@ -207,6 +207,9 @@ def _ask_ops(asked: _Asked) -> Answer:
         sides, names, dtypes=tuple(dtypes), modes=(*asked.modes, "X"), planned=True,
         progress=asked.progress,
     )  # fmt: skip
+    for side in report.sides:  # which name every provider of the plan
+        short = f"{side[0]} {asked.target(side)}"
+        report.missing = [text.replace(side, short) for text in report.missing]
     what = f"{report.compared} cases of {len(names)} ops"
     return [report], what, list(_op_causes(asked, report))
 

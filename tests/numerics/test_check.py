@@ -4,7 +4,16 @@ import json
 
 import pytest
 
-from twinfer.numerics.questions.check import Cause, CheckReport, Part, check, render
+from twinfer.numerics.questions import ops_check
+from twinfer.numerics.questions.check import (
+    Cause,
+    CheckReport,
+    Part,
+    _ask_ops,
+    _Asked,
+    check,
+    render,
+)
 from twinfer.numerics.questions.ops_check import check_ops
 from twinfer.numerics.sides.subject import open_subject, parse_target
 from twinfer.ops.reference import activations
@@ -35,6 +44,24 @@ def test_what_the_time_did_not_reach_is_missing(small_model):
     assert [part.name for part in found.parts] == ["served"]
     assert [text.partition(":")[0] for text in found.missing] == ["ops", "model", "repeat"]
     assert found.exit_code == 3
+
+
+def test_why_a_case_was_not_compared_is_in_its_line(small_model, monkeypatch):
+    """Which is cut: the name of a side that has all implementations of a plan would fill it."""
+
+    def run_op(*arguments):
+        raise RuntimeError("the reason")
+
+    monkeypatch.setattr(ops_check, "run_op", run_op)
+    subject = open_subject(small_model, load_format="dummy")
+    asked = _Asked(subject, [parse_target("torch:cpu")], ("S",), None, "off", lambda text: None)
+    (report,), _, _ = _ask_ops(asked)
+    assert report.missing
+    whole = CheckReport(("a torch:cpu",))
+    whole.missing += [f"ops: {text}" for text in report.missing]
+    lines = [line for line in render(whole).splitlines() if line.startswith("not compared: ")]
+    assert lines[:4]
+    assert all("the reason" in line for line in lines[:4])
 
 
 def test_a_time_must_be_a_time(small_model):
