@@ -132,7 +132,9 @@ class Generation(BaseModel):
         """
         if self.response_format is not None and self.response_format.get("type") != "text":
             return "response_format"
-        asked = (FORM, "bad_words", "banned_sequences")
+        if self.structured_outputs is not None:
+            return FORM
+        asked = ("bad_words", "banned_sequences")
         return next((name for name in asked if getattr(self, name)), FORM)
 
     @property
@@ -447,8 +449,10 @@ class ChatRequest(Generation):
     def form_field(self) -> str:
         """See `Generation`."""
         field = super().form_field
-        asks = field != "response_format" and self.structured_outputs is None
-        return "tools" if asks and self.tools else field
+        if field == "response_format" or self.structured_outputs is not None:
+            return field
+        binds = self.must_call or self.binds_calls or self.parallel_tool_calls is False
+        return "tools" if self.tools and (binds or field == FORM) else field
 
     @property
     def described(self) -> list[dict[str, Any]]:

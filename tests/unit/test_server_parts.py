@@ -352,6 +352,27 @@ def test_a_request_without_a_token_left_ends_with_what_it_asked_for():
     assert b"no token was left" in last
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({}, "bad_words"),
+        ({"tools": [TOOL]}, "bad_words"),  # which may be called or not: they bind nothing
+        ({"tools": [TOOL], "tool_choice": "required"}, "tools"),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, "tools"),
+        ({"tools": [TOOL], "bad_words": None}, "tools"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+    ids=str,
+)
+def test_what_leaves_no_token_is_named(more, field):
+    body = {"messages": [{"role": "user", "content": "x"}], "bad_words": ["a"]} | more
+    assert read_fields(ChatRequest, body).form_field == field
+
+
 def test_what_comes_while_a_slow_client_reads_is_told():
     """Its end among it, with the reason."""
 
