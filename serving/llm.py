@@ -44,6 +44,7 @@ ARGUMENTS: dict[str, tuple[tuple[type, ...], str]] = {
 OTHER_ARGUMENTS = {
     "guided_options_request": "say structured_outputs in the sampling params",
     "lora_request": "adapters are not supported; merge them into the checkpoint",
+    "params": "did you mean 'sampling_params'?",
     "priority": "each prompt says its own: {'prompt': TEXT, 'priority': 1}",
     "prompt_token_ids": "each prompt says its own: {'prompt_token_ids': IDS}, or the list itself",
 }
@@ -119,7 +120,12 @@ class LLM:
         """Forget what was kept of earlier prompts. False if a stream is running: nothing is
         forgotten then.
         """
-        return self.engine.reset_prefix_cache()
+        if self._generating.locked():
+            return False
+        with self._alone():
+            while self.engine.has_work:  # steps that were on their way when all had ended
+                self.engine.step()
+            return self.engine.reset_prefix_cache()
 
     def generate(
         self,

@@ -157,8 +157,13 @@ _OPTIONS = {option_of(flag): words for flag, words in ELSEWHERE.items()} | {
 _NOTHING = {
     "cpu_offload_gb": 0,
     "data_parallel_size": 1,
+    "hf_overrides": {},
+    "limit_mm_per_prompt": {},
+    "max_logprobs": 20,
     "pipeline_parallel_size": 1,
+    "runner": "auto",
     "swap_space": 0,
+    "task": "auto",
     "tokenizer_mode": "auto",
 }
 """Values of vLLM's options with which they ask for nothing, beside None and False."""

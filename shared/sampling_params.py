@@ -4,12 +4,12 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
-from typing import Any, Self
+from typing import Any
 
 from .errors import RequestError
 from .models.fields import show
@@ -45,10 +45,52 @@ ELSEWHERE = {
     "use_beam_search": "beams are not searched; see n",
 }
 """What stands in the place of settings that vLLM has and that are none here."""
+_NOTHING: dict[str, Any] = {
+    "bad_words": [],
+    "best_of": 1,
+    "detokenize": True,
+    "early_stopping": False,
+    "extra_args": {},
+    "length_penalty": 1.0,
+    "logits_processors": [],
+    "spaces_between_special_tokens": True,
+    "use_beam_search": False,
+}
+"""Values of theirs with which they ask for nothing, beside None."""
 
 _option = partial(option, owner="sampling")
 
 
+def _own(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Without those of vLLM's that ask for nothing. Raises RequestError for any other that is no
+    setting here, with what stands in its place.
+    """
+    known = options_of(SamplingParams)
+    for name in settings.keys() - known.keys():
+        value, nothing = settings[name], _NOTHING.get(name)
+        if name in ELSEWHERE and (
+            value is None or (type(value) is type(nothing) and value == nothing)
+        ):
+            continue
+        near = nearest_name(name, known.values())
+        words = ELSEWHERE.get(name) or (f"did you mean {near!r}?" if near else "no such setting")
+        raise RequestError(name, f"got {show(value)}; {words}")
+    return {name: value for name, value in settings.items() if name in known}
+
+
+def _takes_others(cls: type[SamplingParams]) -> type[SamplingParams]:
+    """With an initialiser that knows what vLLM's settings are; it shows its own alone."""
+    init: Callable[..., None] = vars(cls)["__init__"]
+
+    @wraps(init)
+    def answer(self: SamplingParams, *args: Any, **settings: Any) -> None:
+        init(self, *args, **_own(settings))
+
+    type.__setattr__(cls, "__init__", answer)
+    return cls
+
+
+@_takes_others
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling settings of one request, with the names and defaults that users of vLLM know.
@@ -136,17 +178,6 @@ class SamplingParams:
     prompt_logprobs: int | None = _option(
         None, Whole(0, MAX_LOGPROBS), help="the same of the prompt's tokens"
     )
-
-    def __new__(cls, *args: Any, **settings: Any) -> Self:
-        """Raises RequestError for a setting that is none, with what stands in its place."""
-        known = options_of(cls)
-        for name in settings.keys() - known.keys():
-            near = nearest_name(name, known.values())
-            words = ELSEWHERE.get(name) or (
-                f"did you mean {near!r}?" if near else "no such setting"
-            )
-            raise RequestError(name, f"got {show(settings[name])}; {words}")
-        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         check_fields(self, RequestError)

@@ -3,6 +3,8 @@ place.
 """
 
 import dataclasses
+import inspect
+from contextlib import closing
 
 import pytest
 
@@ -54,6 +56,10 @@ def test_what_asks_for_nothing_is_no_error():
     assert not other_flags.checked_options(
         {"pipeline_parallel_size": 1, "cpu_offload_gb": 0, "tokenizer_mode": "auto"}
     )
+    # What vLLM has where nobody says anything.
+    assert not other_flags.checked_options(
+        {"hf_overrides": {}, "limit_mm_per_prompt": {}, "runner": "auto", "max_logprobs": 20}
+    )
     with pytest.raises(ConfigError, match="compilation_config: got 3; say compile_level=3"):
         other_flags.checked_options({"compilation_config": 3})
     # What is an option here is never dropped.
@@ -83,6 +89,30 @@ def test_unknown_sampling_params_name_the_nearest():
         SamplingParams(nothing_like_it=3)
     with pytest.raises(TypeError):
         SamplingParams(1, n=1)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [*({name: None} for name in sorted(ELSEWHERE)), {"bad_words": [], "best_of": 1},
+     {"detokenize": True, "use_beam_search": False, "length_penalty": 1.0}],
+    ids=str,
+)  # fmt: skip
+def test_sampling_params_that_ask_for_nothing_are_no_error(given):
+    assert SamplingParams(n=2, **given) == SamplingParams(n=2)
+
+
+def test_sampling_params_show_their_settings():
+    """To `help` and notebooks; and another initialiser may stand before theirs."""
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    assert list(inspect.signature(SamplingParams).parameters) == names
+
+    class Named(SamplingParams):
+        def __init__(self, name, **settings):
+            super().__init__(**settings)
+
+    assert Named(name="a", n=3).n == 3
+    with pytest.raises(RequestError, match="best_of"):
+        Named(name="a", best_of=3)
 
 
 def test_no_bound_on_tokens_is_as_many_as_fit():
@@ -122,6 +152,7 @@ def test_arguments_of_generate(tmp_path):
             "lora_request": "merge",
             "priority": "'priority'",
             "guided_options_request": "structured_outputs",
+            "params": "sampling_params",
             "sampling_param": "sampling_params",
         }.items():
             with pytest.raises(RequestError, match=f"{name}.*{words}"):
@@ -130,3 +161,26 @@ def test_arguments_of_generate(tmp_path):
             llm.generate("the ", use_tqdm="no")
         with pytest.raises(RequestError, match=r"progress.*use_tqdm"):
             llm.generate("the ", use_tqdm=False, progress=False)
+
+
+def test_what_was_kept_is_forgotten_unless_a_stream_runs():
+    """Also behind a call that ended while a step was on its way."""
+    params = SamplingParams(temperature=0, max_tokens=20)
+    with LLM("demo", backend="torch", device="cpu", progress=False, max_model_len=128) as llm:
+        prompt = "a word " * 20
+
+        def cached(stop=()):
+            again = dataclasses.replace(params, stop=stop)
+            return llm.generate(prompt, again, progress=False)[0].num_cached_tokens
+
+        (whole,) = llm.generate(prompt, params, progress=False)
+        stop = (whole.outputs[0].text[4:8],)
+        assert cached(stop) > 0
+        assert llm.reset_prefix_cache()
+        assert cached(stop) == 0
+        with closing(llm.stream(prompt, params)) as stream:
+            next(stream)
+            assert not llm.reset_prefix_cache()
+        assert llm.reset_prefix_cache()
+        assert cached() == 0
+    assert not llm.reset_prefix_cache()
