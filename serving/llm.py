@@ -120,12 +120,15 @@ class LLM:
         """Forget what was kept of earlier prompts. False if a stream is running: nothing is
         forgotten then.
         """
-        if self._generating.locked():
+        if not self._generating.acquire(blocking=False):
             return False
-        with self._alone():
-            while self.engine.has_work:  # steps that were on their way when all had ended
-                self.engine.step()
-            return self.engine.reset_prefix_cache()
+        try:
+            with _NothingLeft(self.engine):
+                while self.engine.has_work:  # steps that were on their way when all had ended
+                    self.engine.step()
+                return self.engine.reset_prefix_cache()
+        finally:
+            self._generating.release()
 
     def generate(
         self,
