@@ -15,7 +15,7 @@ import numpy as np
 from ..shared.config import EngineConfig
 from ..shared.demand import ANYTHING, Demand
 from ..shared.engine import Engine
-from ..shared.errors import ConfigError, RequestError
+from ..shared.errors import ConfigError, EngineClosed, RequestError
 from ..shared.generation_config import default_params
 from ..shared.models.config_json import load_config
 from ..shared.models.fields import show
@@ -117,8 +117,8 @@ class LLM:
         return self.default_params
 
     def reset_prefix_cache(self) -> bool:
-        """Forget what was kept of earlier prompts. False if a stream is running: nothing is
-        forgotten then.
+        """Forget what was kept of earlier prompts. False if a stream is running, or the engine has
+        ended: nothing is forgotten then.
         """
         if not self._generating.acquire(blocking=False):
             return False
@@ -127,6 +127,8 @@ class LLM:
                 while self.engine.has_work:  # steps that were on their way when all had ended
                     self.engine.step()
                 return self.engine.reset_prefix_cache()
+        except EngineClosed:
+            return False
         finally:
             self._generating.release()
 

@@ -183,4 +183,5 @@ def test_what_was_kept_is_forgotten_unless_a_stream_runs():
             assert not llm.reset_prefix_cache()
         assert llm.reset_prefix_cache()
         assert cached() == 0
+        cached(stop)  # which leaves a step
     assert not llm.reset_prefix_cache()
