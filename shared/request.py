@@ -17,8 +17,7 @@ from .sampling_params import SamplingParams
 
 NOT_FINITE = "the model's logits were not finite (NaN or infinity)"
 NO_TOKEN = (
-    "no token was left that structured_outputs and the other options allow, or finding it takes "
-    "too much work"
+    "no token was left that the form and the other options allow, or finding it takes too much work"
 )
 
 

@@ -141,6 +141,7 @@ def test_where_no_token_is_left_that_request_alone_ends(form, llm):
     bad, *good = outputs(llm, ["x = "] * 3, [stuck, *others])
     assert (bad.finish_reason, bad.token_ids) == ("error", [a, a])
     assert "no token was left" in bad.stop_reason
+    assert "structured_outputs" not in bad.stop_reason  # which not all have given
     assert [one.token_ids for one in good] == alone
     assert tokens(llm, ["x = "], GREEDY) == alone[1:]
 
