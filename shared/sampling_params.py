@@ -61,12 +61,13 @@ _NOTHING: dict[str, Any] = {
 _option = partial(option, owner="sampling")
 
 
-def _own(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _own(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Without those of vLLM's that ask for nothing. Raises RequestError for any other that is no
     setting here, with what stands in its place.
     """
     known = options_of(SamplingParams)
-    for name in settings.keys() - known.keys():
+    unknown = settings.keys() - known.keys()
+    for name in unknown:
         value, nothing = settings[name], _NOTHING.get(name)
         if name in ELSEWHERE and (
             value is None or (type(value) is type(nothing) and value == nothing)
@@ -75,7 +76,7 @@ def _own(settings: Mapping[str, Any]) -> dict[str, Any]:
         near = nearest_name(name, known.values())
         words = ELSEWHERE.get(name) or (f"did you mean {near!r}?" if near else "no such setting")
         raise RequestError(name, f"got {show(value)}; {words}")
-    return {name: value for name, value in settings.items() if name in known}
+    return {name: settings[name] for name in settings.keys() - unknown} if unknown else settings
 
 
 def _takes_others(cls: type[SamplingParams]) -> type[SamplingParams]:
