@@ -147,18 +147,24 @@ class Workload:
             raise ConfigError("enable_prefix_caching: got False, turns need it")
         first, turns, turn = self.turns
         others = self.skewed[2]
+        decoded = "contexts" if self.contexts else "input_len"
         needs = {
-            "decode": max(self.decode_lengths) + self.output_len,
-            "prefill": self.prefill_len + 1,
-            "ttft": self.prefill_len + 1,
-            "mixed": self.mixed_input[1] + self.mixed_output[1] - 2,
-            "skewed": max(self.skewed[:2]) + self.output_len,
-            "turns": first + 2 * turns * turn,
+            "decode": (max(self.decode_lengths) + self.output_len, f"{decoded} or output_len"),
+            "prefill": (self.prefill_len + 1, "prefill_len"),
+            "ttft": (self.prefill_len + 1, "prefill_len"),
+            "mixed": (
+                self.mixed_input[1] + self.mixed_output[1] - 2,
+                "mixed_input or mixed_output",
+            ),
+            "skewed": (max(self.skewed[:2]) + self.output_len, "skewed or output_len"),
+            "turns": (first + 2 * turns * turn, "turns"),
         }
-        for part in set(self.only) & set(needs):
-            if needs[part] > max_model_len:
+        for part in self.only:
+            needed, why = needs.get(part, (0, ""))
+            if needed > max_model_len:
                 raise ConfigError(
-                    f"max_model_len: got {max_model_len}, {part} needs {needs[part]} tokens"
+                    f"max_model_len: got {max_model_len}, {part} needs {needed} tokens: "
+                    f"lower {why}, or leave that part out (only)"
                 )
         if "decode" in self.only and max(self.batch_sizes) > max_num_seqs:
             raise ConfigError(

@@ -153,7 +153,9 @@ def test_contexts_and_sampling(monkeypatch):
     own.default_params = SamplingParams(temperature=0.9)
     bench.run_workload(own, replace(work, contexts=()), NO_LIMITS)
     assert {(p.temperature, p.top_k) for _, _, p in asked[9:]} == {(0.9, 0)}
-    with pytest.raises(ConfigError, match="decode needs 4097"):
+    with pytest.raises(
+        ConfigError, match=r"decode needs 4097 tokens: lower contexts or output_len, or"
+    ):
         replace(work, contexts=(8, 4096 - 128)).check(4096, 8)
 
 
@@ -185,7 +187,7 @@ def test_a_wrong_workload_is_refused(changes, words):
 
 def test_what_an_engine_cannot_run_is_refused():
     Workload().check(max_model_len=1278, max_num_seqs=256)
-    with pytest.raises(ConfigError, match="mixed needs 1278"):
+    with pytest.raises(ConfigError, match=r"mixed needs 1278 tokens: lower mixed_input"):
         Workload().check(max_model_len=1277, max_num_seqs=256)
     with pytest.raises(ConfigError, match="got 256, max_num_seqs is 128"):
         Workload().check(max_model_len=4096, max_num_seqs=128)
