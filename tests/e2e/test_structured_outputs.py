@@ -339,7 +339,7 @@ def test_tokens_that_others_forbid(llm):
     (alone,) = texts(llm, [free])
     bad, good = texts(llm, [stuck, free])
     assert bad.finish_reason == "error"
-    assert "structured_outputs" in bad.stop_reason
+    assert "the form and the other options" in bad.stop_reason
     assert good.token_ids == alone.token_ids
     with pytest.raises(RequestError, match="min_tokens: cannot be had"):
         params({"regex": "a"}, min_tokens=1)
