@@ -29,6 +29,7 @@ from ...ops.testing import (
     Case,
     Judge,
     ci_cases,
+    forget_programs,
     providers,
     run,
     run_mutant,
@@ -181,6 +182,7 @@ def check_ops(
                     _check(report, side, runs, provider, implementation, cases)
                 except InternalError as error:
                     report.missing.append(f"{side}: {name}={provider} did not run: {error}")
+                forget_programs()
     report.seconds = time.perf_counter() - started
     return report
 

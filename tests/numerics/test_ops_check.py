@@ -2,8 +2,10 @@
 compared is no pass.
 """
 
+import gc
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -38,6 +40,17 @@ def test_both_frameworks_pass():
         (s, o) for s in "ab" for o in ("add", "greedy_sample")
     }
     assert all(r.compared for r in report.results)
+
+
+def test_no_program_of_an_op_that_was_judged_is_kept():
+    """A process has a limit of memory maps, and each program of JAX holds a hundred or so."""
+    client = jax.devices("cpu")[0].client
+    gc.collect()
+    before = len(client.live_executables())
+    report = check_ops([JAX], ["layer_norm"], modes=("S",))
+    gc.collect()
+    assert report.compared > 0
+    assert len(client.live_executables()) <= before
 
 
 def test_all_ops_of_torch_pass_and_the_view_is_short():

@@ -22,6 +22,7 @@ from twinfer.shared.errors import ConfigError
 
 TORCH, JAX = parse_target("torch:cpu"), parse_target("jax:cpu")
 SAMPLE = "attention-scale-1e-3", "rope-base", "split-k-rounded", "logits-rounded", "int8-wrapped"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "selftest.py"
 ENGINE_SAMPLE = "lengths-stale", "table-of-another-group", "window-page-freed-early"
 
 
@@ -41,21 +42,30 @@ def test_a_sample_is_seen_on_torch_and_clean_runs_do_not_alarm():
     assert "<failure" not in suite_xml(report)
 
 
-def test_a_sample_is_seen_on_jax():
+def test_a_sample_is_seen_on_both_backends():
     """Of single ops: JAX takes long to compile a model (`test_model.py` has one fault there, the
     slow test all).
     """
-    report = selftest([JAX], names=["token-off-by-one", "adapter-off-by-one"], seeds=0)
+    report = selftest([JAX, TORCH], names=["token-off-by-one", "adapter-off-by-one"], seeds=0)
     assert report.exit_code == 0, render(report)
+    for fault in report.faults:
+        assert fault.modes("a jax:cpu")
+        assert fault.modes("b torch:cpu")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_everything_is_seen_on_both_backends():
-    report = selftest([JAX, TORCH])
-    assert report.exit_code == 0, render(report)
-    assert len(report.faults) == len(CATALOGUE)
-    assert report.clean == 20 * 4 * 2
+@pytest.mark.parametrize("backend", ["jax:cpu", "torch:cpu"])
+def test_everything_is_seen(backend, tmp_path):
+    """By the script that the docs name."""
+    path = tmp_path / "found.json"
+    command = [sys.executable, SCRIPT, "--backend", backend, "--json", path]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert {fault["name"] for fault in found["faults"]} == CATALOGUE.keys()
+    assert found["clean_runs"] == 20 * 4
+    assert found["problems"] == []
 
 
 def test_what_takes_no_case_of_a_fault_need_not_show_it():
