@@ -8,8 +8,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ..shared.engine_config import EngineConfig
 from ..shared.errors import ConfigError
 from ..shared.models.fields import show
+from ..shared.options import asks_for_nothing, options_of
 
 OTHER_NAMES = {
     "-O": "--compile-level",
@@ -150,24 +152,34 @@ def option_of(flag: str) -> str:
     return flag.lstrip("-").replace("-", "_")
 
 
-_OPTIONS = {option_of(flag): words for flag, words in ELSEWHERE.items()} | {
+_FLAGS = {flag: entry.name for entry in options_of(EngineConfig).values() for flag in entry.flags}
+
+
+def _in_python(words: str) -> str:
+    """An answer with the engine's options by their names; flags of commands stay what they are."""
+    return re.sub("--[a-z-]+", lambda flag: _FLAGS.get(flag[0], flag[0]), words)
+
+
+_OPTIONS = {option_of(flag): _in_python(words) for flag, words in ELSEWHERE.items()} | {
     "data_parallel_size": "replicas are a server's: twinfer serve --data-parallel-size",
     "pipeline_parallel_size": "layers are shared by tensor_parallel_size alone",
 }
-_NOTHING = {
-    "cpu_offload_gb": 0,
-    "data_parallel_size": 1,
-    "hf_overrides": {},
-    "limit_mm_per_prompt": {},
-    "max_logprobs": 20,
-    "pipeline_parallel_size": 1,
-    "runner": "auto",
-    "swap_space": 0,
-    "task": "auto",
-    "tokenizer_mode": "auto",
+_VALUES = {
+    (option_of(flag), value): _in_python(words) for (flag, value), words in OTHER_VALUES.items()
+}
+_NOTHING: dict[str, tuple[Any, ...]] = {
+    "cpu_offload_gb": (0, 0.0),
+    "data_parallel_size": (1,),
+    "hf_overrides": ({},),
+    "limit_mm_per_prompt": ({},),
+    "max_logprobs": (20,),
+    "pipeline_parallel_size": (1,),
+    "runner": ("auto",),
+    "swap_space": (0, 0.0),
+    "task": ("auto",),
+    "tokenizer_mode": ("auto",),
 }
 """Values of vLLM's options with which they ask for nothing, beside None and False."""
-_VALUES = {(option_of(flag), value): words for (flag, value), words in OTHER_VALUES.items()}
 
 
 def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,15 +190,10 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name, value in options.items():
         words = _VALUES.get((name, value)) if isinstance(value, str) else None
-        if name in _OPTIONS and value not in (None, False, _NOTHING.get(name)):
+        if name in _OPTIONS and not asks_for_nothing(value, False, *_NOTHING.get(name, ())):
             words = _OPTIONS[name]
         if name == "compilation_config" and type(value) is int:
             words = f"say compile_level={value}"
         if words is not None:
-            said = words if words.startswith("replicas") else re.sub("--[a-z-]+", _named, words)
-            raise ConfigError(f"{name}: got {show(value)}; {said}")
+            raise ConfigError(f"{name}: got {show(value)}; {words}")
     return {name: value for name, value in options.items() if name not in _OPTIONS}
-
-
-def _named(flag: re.Match[str]) -> str:
-    return option_of(flag[0])

@@ -180,6 +180,13 @@ def check_fields(instance: Any, error: Callable[[str, str], Exception]) -> None:
             object.__setattr__(instance, name, checked_value)
 
 
+def asks_for_nothing(value: Any, *nothing: Any) -> bool:
+    """Whether another engine's option has a value with which it asks for nothing: None, or one of
+    `nothing` by type and value, as True is no 1, and an array is equal to no number.
+    """
+    return value is None or any(type(value) is type(one) and value == one for one in nothing)
+
+
 def config_error(name: str, text: str) -> ConfigError:
     """The error for an option of an engine."""
     return ConfigError(f"{name}: {text}")

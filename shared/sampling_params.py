@@ -14,7 +14,7 @@ from typing import Any
 from .errors import RequestError
 from .models.fields import show
 from .option_kinds import INT32_MAX, Number, Switch, Whole
-from .options import check_fields, nearest_name, option, options_of
+from .options import asks_for_nothing, check_fields, nearest_name, option, options_of
 from .sampling_kinds import AtMost, Biases, Sequences, Strings, Temperature, TokenIds
 from .structured_outputs import Structure, StructuredOutputs
 
@@ -45,16 +45,16 @@ ELSEWHERE = {
     "use_beam_search": "beams are not searched; see n",
 }
 """What stands in the place of settings that vLLM has and that are none here."""
-_NOTHING: dict[str, Any] = {
-    "bad_words": [],
-    "best_of": 1,
-    "detokenize": True,
-    "early_stopping": False,
-    "extra_args": {},
-    "length_penalty": 1.0,
-    "logits_processors": [],
-    "spaces_between_special_tokens": True,
-    "use_beam_search": False,
+_NOTHING: dict[str, tuple[Any, ...]] = {
+    "bad_words": ([],),
+    "best_of": (1,),
+    "detokenize": (True,),
+    "early_stopping": (False,),
+    "extra_args": ({},),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,),
 }
 """Values of theirs with which they ask for nothing, beside None."""
 
@@ -68,10 +68,8 @@ def _own(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     known = options_of(SamplingParams)
     unknown = settings.keys() - known.keys()
     for name in unknown:
-        value, nothing = settings[name], _NOTHING.get(name)
-        if name in ELSEWHERE and (
-            value is None or (type(value) is type(nothing) and value == nothing)
-        ):
+        value = settings[name]
+        if name in ELSEWHERE and asks_for_nothing(value, *_NOTHING.get(name, ())):
             continue
         near = nearest_name(name, known.values())
         words = ELSEWHERE.get(name) or (f"did you mean {near!r}?" if near else "no such setting")
