@@ -21,6 +21,7 @@ import aiohttp
 from ..shared.errors import ConfigError, TwinferError
 from ..shared.models.config_json import load_config
 from ..shared.models.locate import model_folder
+from ..shared.option_text import json_value
 from .parser import check_writable
 
 MARGIN = 100
@@ -247,7 +248,7 @@ class _Client:
         for text in arguments.extra_body or ():
             name, _, value = text.partition("=")
             try:
-                body[name] = json.loads(value)
+                body[name] = json_value(value)
             except ValueError:
                 raise ConfigError(f"extra-body: got {text}, must be NAME=JSON") from None
         return body

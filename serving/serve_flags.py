@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 
 from ..shared.models.arguments import WORD
-from ..shared.option_text import json_object
+from ..shared.option_text import json_object, json_value
 from .flags import add_chat_template, add_generation_config
 from .parser import argument, not_empty, whole_number
 
@@ -265,8 +265,8 @@ def _list_of(kind: tuple[re.Pattern[str], str]) -> Callable[[str], list[str]]:
 
     def read(text: str) -> list[str]:
         try:
-            items = json.loads(text)
-        except (ValueError, RecursionError):
+            items = json_value(text)
+        except ValueError:
             items = None
         if not isinstance(items, list):
             raise argparse.ArgumentTypeError(

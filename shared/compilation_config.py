@@ -7,7 +7,6 @@ with the reason.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -27,7 +26,7 @@ from .option_kinds import (
     Words,
     folder,
 )
-from .options import by_name, check_fields, config_error, option, show
+from .options import by_name, check_fields, config_error, option
 
 LEVELS = {
     0: "the ops' functions, one after the other",
@@ -190,19 +189,6 @@ class CompilationConfig:
         for unknown names.
         """
         return cls(**by_name(cls, options, "compilation_config: "))
-
-    @classmethod
-    def from_json(cls, text: str) -> CompilationConfig:
-        """A config from a JSON object, as on the command line. Raises ConfigError."""
-        try:
-            options = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(
-                f"compilation_config: got {show(text)}, which is not JSON: {error}"
-            ) from None
-        if not isinstance(options, dict):
-            raise ConfigError(f"compilation_config: got {show(text)}, must be a JSON object")
-        return cls.from_options(options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from .models.fields import show
+
 UNITS = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2, "g": 1000**3, "G": 1024**3}
 
 
@@ -63,16 +65,21 @@ def biases(text: str) -> dict[int, float]:
         raise ValueError(f"{text!r} is not a list such as 42:5,7:-100") from None
 
 
+def json_value(text: str) -> Any:
+    """Any JSON value."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{show(text)} is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{show(text)} is not JSON: {error}") from None
+
+
 def json_object(text: str) -> dict[str, Any]:
     """A JSON object."""
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"{text!r} is not JSON: {error}") from None
+    value = json_value(text)
     if not isinstance(value, dict):
-        raise ValueError(f"{text!r} is not a JSON object")
+        raise ValueError(f"{show(text)} is not a JSON object")
     return value
 
 

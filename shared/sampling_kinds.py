@@ -4,7 +4,6 @@ and biases.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -124,10 +123,7 @@ class Sequences(Kind):
 
     def read(self, text: str) -> Any:
         """See `Kind`."""
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"is no JSON: {error}") from None
+        return option_text.json_value(text)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from . import option_text
 from .json_depth import MAX_DEPTH, nests_too_deep
 from .models.fields import show
 from .option_kinds import Kind, Refusal
@@ -57,10 +58,7 @@ class Structure(Kind):
 
     def read(self, text: str) -> Any:
         """See `Kind`."""
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"is no JSON: {error}") from None
+        return option_text.json_value(text)
 
 
 def _text(kind: str, item: Any) -> str:

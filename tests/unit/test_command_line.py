@@ -287,6 +287,30 @@ def test_a_prefix_that_cannot_be_told_from_a_path_is_refused(prefix, capsys):
     assert f"--root-path: got {prefix}, allowed is " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["generate", "demo", "--banned-sequences"],
+        ["generate", "demo", "--structured-outputs"],
+        ["generate", "demo", "--compilation-config"],
+        ["serve", "demo", "--default-chat-template-kwargs"],
+    ],
+    ids=lambda flags: flags[-1],
+)
+def test_values_that_are_no_json(flags, capsys):
+    for text, words in {
+        "[1,": "[1, is not JSON: ",
+        "[" * 100_000: "... is nested too deeply",
+        '"' + "a" * 5000: "... is not JSON: ",
+    }.items():
+        with pytest.raises(SystemExit):
+            parse(*flags, text)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"argument {flags[-1]}: " in line
+        assert words in line
+        assert len(line) < 300
+
+
 def test_values_that_are_nested_too_deeply(capsys):
     for flag, value in (
         ("--allowed-origins", "[" * 100_000),
