@@ -20,11 +20,14 @@ HELD_UP_S = 1.0
 class Silence:
     """How long a process has given no sign of life though it could have: without the time in which
     nobody looked, since its messages wait meanwhile, and without that in which it got no processor.
+    And how long a signal has kept it stopped.
     """
 
     def __init__(self) -> None:
         self._starvation: Starvation | None = None
-        self._looked = time.monotonic()
+        self._looked = self._ran = time.monotonic()
+        self.stopped = 0.0
+        """Seconds for which a signal has kept it stopped, by the last look."""
         self.end()
 
     def end(self) -> None:
@@ -33,13 +36,15 @@ class Silence:
         self.excused = 0.0
         """Of the seconds since then, those that are no silence of its own, by what was seen."""
 
-    def look(self, pid: int | None, quiet_s: float) -> float:
+    def look(self, pid: int | None, quiet_s: float) -> None:
         """To be called several times a second. Whether process `pid` of this machine gets a
-        processor is looked at once it was silent for `quiet_s` seconds. Returns the seconds in
-        which nobody looked that should have.
+        processor is looked at once it was silent for `quiet_s` seconds.
         """
         now = time.monotonic()
         held_up, self._looked = self._held_up(now), now
+        # Who did not look cannot say that it was stopped all the time.
+        self._ran = min(now, self._ran + held_up) if pid is not None and is_stopped(pid) else now
+        self.stopped = now - self._ran
         starved = 0.0
         if pid is None or now - self._heard < quiet_s:
             self._starvation = None
@@ -47,7 +52,6 @@ class Silence:
             self._starvation = self._starvation or Starvation(pid)
             starved = self._starvation.look()
         self.excused = min(self.excused + max(held_up, starved), now - self._heard)
-        return held_up
 
     @property
     def seconds(self) -> float:
@@ -90,10 +94,17 @@ class Starvation:
                 ran_before, waited_before = before[thread]
                 used += (ran - ran_before) / 1e9
                 wait = (waited - waited_before) / 1e9
-                if ran == ran_before and _can_run(thread):
+                if ran == ran_before and _state(thread) == "R":
                     wait = elapsed  # the system adds a wait when it is over
                 longest = max(longest, wait)
         return max(0.0, min(longest, elapsed - used / self._processors))
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine is stopped by a signal."""
+    with suppress(OSError):  # it has ended; another system
+        return _state(SYSTEM / str(pid)) in ("T", "t")
+    return False
 
 
 def processors_of(pid: int, system: Path = SYSTEM, groups: Path = GROUPS) -> float:
@@ -133,5 +144,6 @@ def _threads(system: Path, pid: int) -> Iterator[Path]:
                     yield from _threads(system, int(child))
 
 
-def _can_run(thread: Path) -> bool:
-    return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+def _state(thread: Path) -> str:
+    """What a thread or a process does, in Linux's letter: R if it could run. Raises OSError."""
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]

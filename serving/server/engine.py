@@ -26,7 +26,7 @@ import zmq
 import zmq.asyncio
 
 from ...shared.errors import EngineDead, InternalError, Overloaded, RequestError
-from ...shared.executor.driver import clear_up, is_stopped
+from ...shared.executor.driver import clear_up
 from ...shared.progress import Progress, silent
 from ...shared.sampling_params import SamplingParams
 from ...shared.starvation import Silence
@@ -229,22 +229,18 @@ class EngineProcess:
         hangs = self.ready is not None and self._silence.seconds >= self.hang_limit
         return self.exit_code is None and not hangs
 
-    def _look(self, pid: int) -> float:
-        """See whether it could have been heard. Returns as `Silence.look`."""
+    def _look(self, pid: int) -> None:
+        """See whether it could have been heard."""
         before = self._silence.excused
-        held_up = self._silence.look(pid, min(QUIET_S, self.hang_limit / 4))
+        self._silence.look(pid, min(QUIET_S, self.hang_limit / 4))
         if before < TOLD_S <= self._silence.excused:
             LOG.warning("nothing is heard of the engine: others have the processors")
-        return held_up
 
     async def _watch(self) -> None:
         process = _started(self._process)
-        runs = time.monotonic()
         while self.exit_code is None:
             await asyncio.sleep(WATCH_S)
-            now = time.monotonic()
-            held_up = self._look(process.pid)
-            runs = min(now, runs + held_up) if is_stopped(process.pid) else now
+            self._look(process.pid)
             code = process.poll()
             if code is not None:
                 await asyncio.sleep(0.2)  # what it said last is on its way
@@ -258,8 +254,8 @@ class EngineProcess:
                 await asyncio.sleep(STACKS_S)
                 self._finish(EXIT_ENGINE, f"the engine has hung for {silence:.0f} s; killed")
                 self._kill()
-            elif now - runs > (self._hang_s or ENGINE_STOPPED_S):
-                why = f"the engine was stopped for {now - runs:.0f} s; killed"
+            elif self._silence.stopped > (self._hang_s or ENGINE_STOPPED_S):
+                why = f"the engine was stopped for {self._silence.stopped:.0f} s; killed"
                 self._finish(EXIT_ENGINE if self.ready else EXIT_FAILED, why)
                 self._kill()
 

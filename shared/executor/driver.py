@@ -233,7 +233,6 @@ class Ranks:
         self._numbers = 0
         self._ready = self._closing = self._closed = False
         self._silences = [Silence() for _ in range(count)]
-        self._running = [time.monotonic()] * count
         self._left = False
         self._watcher = threading.Thread(target=self._watch, args=(backend, device), daemon=True)
         self._watcher.start()
@@ -435,7 +434,7 @@ class Ranks:
 
     def _look(self) -> None:
         """Lose the ranks if one of them has ended or gives no sign of life."""
-        now, limit = time.monotonic(), SILENT_S if self._ready else SILENT_AT_START_S
+        limit = SILENT_S if self._ready else SILENT_AT_START_S
         ends = [self._launcher.ended(rank) for rank in range(self.count)]
         if self._closing and all(ends):
             with self._changed:
@@ -447,11 +446,9 @@ class Ranks:
                     self._lose(RankLost(f"rank {rank} {how}"))
                 continue
             pid, silence = self._launcher.process(rank), self._silences[rank]
-            held_up = silence.look(pid, QUIET_S)
-            stopped = pid is not None and is_stopped(pid)
-            self._running[rank] = min(now, self._running[rank] + held_up) if stopped else now
+            silence.look(pid, QUIET_S)
             for seconds, most, what in (
-                (now - self._running[rank], STOPPED_S, "was stopped"),
+                (silence.stopped, STOPPED_S, "was stopped"),
                 (silence.seconds, limit, "gave no sign of life"),
             ):
                 if seconds > most:
@@ -486,12 +483,3 @@ def ending(code: int) -> str:
 
         return f"was ended by {Signals(-code).name}"
     return f"ended with exit code {code}"
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process of this machine was stopped by a signal."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] in ("T", "t")

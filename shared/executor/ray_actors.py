@@ -15,10 +15,9 @@ import re
 import socket
 import struct
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import msgspec
@@ -30,9 +29,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ..config import parse_device
 from ..errors import BackendUnavailable, ConfigError
 from ..models.spec import Place, Shard
+from ..starvation import Silence
 from ..waiting import waiting
 from .curve import CurveServer
-from .driver import COMMAND, ENVIRONMENT, STANDARD_ERROR, STOPPED_S, Doors, ending, give, is_stopped
+from .driver import COMMAND, ENVIRONMENT, STANDARD_ERROR, STOPPED_S, Doors, ending, give
 from .messages import Job, Keys
 
 LOG = logging.getLogger("twinfer.ray")
@@ -118,16 +118,15 @@ class Actor:
 
 def watched(process: subprocess.Popen[bytes]) -> str:
     """How a process has ended, or that it was stopped for too long."""
-    running, node = time.monotonic(), os.getppid()
+    silence, node = Silence(), os.getppid()
     while True:
         if os.getppid() != node:
             # Ray would notice later; the rank ends with this process.
             os._exit(1)
         with contextlib.suppress(subprocess.TimeoutExpired):
             return ending(process.wait(LOOK_S))
-        if not is_stopped(process.pid):
-            running = time.monotonic()
-        elif time.monotonic() - running > STOPPED_S:
+        silence.look(process.pid, inf)
+        if silence.stopped > STOPPED_S:
             return f"was stopped for {STOPPED_S:.0f} s"
 
 

@@ -177,8 +177,39 @@ def test_a_silence_is_what_could_have_been_heard(pid, looks, seconds, system, mo
     assert silence.seconds == pytest.approx(seconds + 1.0)
     silence.end()
     assert silence.seconds <= 0.0
-    assert silence.look(pid, 1.0) == pytest.approx(4.0)
+    silence.look(pid, 1.0)
     assert silence.seconds == silence.excused == 0.0
+
+
+@pytest.mark.parametrize(
+    ("looks", "seconds"),
+    [
+        ([(0.5, "T"), (0.5, "T"), (0.5, "t")], 1.5),
+        ([(0.5, "S"), (0.5, "R"), (0.5, "S")], 0.0),
+        ([(0.5, "T"), (0.5, "S"), (0.5, "T")], 0.5),
+        # Who looks was stopped too, and cannot say since when the other one was: a second counts.
+        ([(0.5, "S"), (7.0, "T"), (0.5, "T")], 1.5),
+        ([(0.5, "T"), (7.0, "S"), (0.5, "T")], 0.5),
+        ([(0.5, "T"), (0.5, None)], 0.0),  # it has ended
+    ],
+)
+def test_how_long_a_process_stands_still(looks, seconds, system, monkeypatch):
+    monkeypatch.setattr(starvation, "SYSTEM", system.folder)
+    stat = system.folder / "7" / "stat"
+    stat.parent.mkdir()
+    silence = Silence()
+    assert silence.stopped == 0.0
+    for passed, state in looks:
+        system.now += passed
+        if state is None:
+            stat.unlink()
+        else:
+            stat.write_text(f"7 (a) R (b) {state} 1 1")
+        silence.look(7, quiet_s=100.0)
+        silence.end()  # what it said before is heard later, and is no sign that it goes on
+    assert silence.stopped == pytest.approx(seconds)
+    silence.look(None, quiet_s=100.0)
+    assert silence.stopped == 0.0
 
 
 def test_a_real_process_that_waits_and_one_that_sleeps():
