@@ -37,7 +37,7 @@ from ..judging.weights import check_held
 from ..progress import Progress, silent
 from ..sides.reference import total
 from ..sides.sampling import sample
-from ..sides.serving import Answer, Ask, Served, serve
+from ..sides.serving import Answer, Ask, Served, refusal, serve
 from ..sides.steps import check_prompt, default_prompts, make_owned_steps
 from ..sides.subject import HostWeights, Subject, Target, name_sides
 from .logits import TRANSFORMERS, transformers_logits
@@ -50,8 +50,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "loops": {"tight": False, "decode_steps": 4},
 }
 """How an engine runs: with a cache for half of the requests, and with decode loops."""
-WITHOUT_LOOPS = "torch-xla"
-"""The backend that refuses `decode_steps`."""
 NEW_TOKENS = 24
 BEST = 8
 """Log-probabilities of a position that are asked for."""
@@ -159,8 +157,9 @@ def _check(
     held = Diff(tuple(targets))
     for name, target in targets.items():
         for run, options in RUNS.items():
-            if run == "loops" and target.backend == WITHOUT_LOOPS:
-                held.notes.append(f"{name}: not run with loops of decode steps, which it has not")
+            why = refusal(subject, target, decode_steps=options["decode_steps"])
+            if run == "loops" and why is not None:
+                held.notes.append(f"{name}: not run with loops of decode steps: {why}")
                 continue
             progress(f"{subject.dtype}, {target}: starting, {run}")
             asks = workload(subject, prompts, loops=run == "loops")

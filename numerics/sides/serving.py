@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ...shared.config import resolve
+from ...shared.config import EngineConfig, ResolvedConfig, resolve
 from ...shared.demand import Demand
 from ...shared.engine import Engine, TokenLogprobs
+from ...shared.errors import ConfigError
 from ...shared.models.caches import layout_of
 from ...shared.page_groups import pages_for
 from ...shared.progress import silent
@@ -171,6 +172,25 @@ def serve(
     )  # fmt: skip
 
 
+def refusal(subject: Subject, target: Target, **options: Any) -> str | None:
+    """Why an engine of `target` cannot be configured with `options`; None where it can. Raises
+    BackendUnavailable.
+    """
+    try:
+        _configured(subject, target, options)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _configured(
+    subject: Subject, target: Target, options: dict[str, Any]
+) -> tuple[EngineConfig, ResolvedConfig]:
+    config = subject.engine_config(target, **options)
+    device = backend_module(target.backend).find_device(target.device)
+    return config, resolve(config, subject.model, device)[0]
+
+
 @contextmanager
 def _engine(
     subject: Subject, target: Target, asks: Sequence[Ask], tight: bool, streams: bool,
@@ -180,9 +200,7 @@ def _engine(
     if target.backend == "jax":
         # Few programs: each takes seconds to compile.
         options = {"decode_sizes": (subject.max_num_seqs,), "mixed_sizes": (most,)} | options
-    config = subject.engine_config(target, **options)
-    device = backend_module(target.backend).find_device(target.device)
-    resolved, _ = resolve(config, subject.model, device)
+    config, resolved = _configured(subject, target, options)
     groups = layout_of(subject.model, resolved).groups
     lengths = sorted((len(ask.prompt) + ask.params.max_tokens for ask in asks), reverse=True)
     held = [pages_for(groups, length, most) for length in lengths[: subject.max_num_seqs]]

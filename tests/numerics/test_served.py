@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,10 +13,12 @@ from twinfer.numerics.judging.served import Row, judge_row, judge_rows
 from twinfer.numerics.judging.streams import StreamErrors, judge_streams
 from twinfer.numerics.questions import served
 from twinfer.numerics.questions.served import check_served, chooser, workload
-from twinfer.numerics.sides.serving import Answer, Ask, Served
+from twinfer.numerics.sides import serving
+from twinfer.numerics.sides.serving import Answer, Ask, Served, refusal
 from twinfer.numerics.sides.subject import open_subject, parse_target
 from twinfer.serving.cli import main
-from twinfer.shared import kv_manager, packer, prefix_cache
+from twinfer.shared import config, kv_manager, packer, prefix_cache, xla_config
+from twinfer.shared.config import DeviceInfo
 from twinfer.shared.errors import RequestError
 from twinfer.shared.models import decoder
 from twinfer.shared.sampling_params import SamplingParams
@@ -49,6 +52,31 @@ def test_a_right_engine_passes(small_model, backend, mode):
     assert len(steps.streams) == len(loops.streams) == 3
     assert 0.0 < max(steps.streams) < 3.0
     assert "transformers" in diff.environment["definition"]
+
+
+def test_the_configuration_says_what_an_engine_has_not(small_model, monkeypatch):
+    """Not the comparison: no loops on torch-xla, which need not be installed to say so."""
+    subject = open_subject(small_model, load_format="dummy")
+    for target in map(parse_target, ("torch:cpu", "jax:cpu")):
+        assert refusal(subject, target, decode_steps=4) is None
+    there = SimpleNamespace(find_device=lambda device: DeviceInfo("cpu", "cpu", 1 << 34))
+    monkeypatch.setattr(serving, "backend_module", lambda backend: there)
+    target = parse_target("torch-xla:cpu")
+    assert refusal(subject, target, decode_steps=1) is None
+    assert refusal(subject, target, decode_steps=4).startswith("decode_steps: got 4")
+
+
+def test_a_run_that_the_configuration_refuses_is_left_out_and_said(small_model, monkeypatch):
+    monkeypatch.setitem(xla_config.ALLOWED, "decode_steps", (1, "it has none"))
+    monkeypatch.setattr(
+        config, "check_ladders", lambda config, *_: xla_config.check_torch_xla(config, "int8")
+    )
+    diff = check(small_model)
+    assert [run.run for run in diff.served] == ["steps"]
+    (note,) = diff.notes
+    assert note.startswith("a torch:cpu: not run with loops of decode steps: decode_steps: got 4, ")
+    assert note.endswith("it has none")
+    assert diff.exit_code == 0
 
 
 def test_streams_of_joined_layers_are_judged_as_those_of_layers_alone(tmp_path):
