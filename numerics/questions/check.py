@@ -195,21 +195,18 @@ def _served_causes(asked: _Asked, diff: Diff) -> Iterator[Cause]:
 def _ask_ops(asked: _Asked) -> Answer:
     """The implementations that the plans name, in float32 and the run dtype."""
     wanted: dict[str, None] = {}
-    sides: list[Target] = []
+    planned: list[Target] = []
     for target in asked.targets:
         chosen = _planned(asked.subject, target)
-        sides.append(Target(target.backend, target.device, {}, chosen))
+        planned.append(Target(target.backend, target.device, {}, chosen))
         wanted |= dict.fromkeys(chosen)
     parts = {part for op in wanted for part in parts_of(op)} - wanted.keys()
     names = sorted({*wanted, *parts})
     dtypes = dict.fromkeys(["float32", asked.subject.dtype])
     report = check_ops(
-        sides, names, dtypes=tuple(dtypes), modes=(*asked.modes, "X"), planned=True,
-        progress=asked.progress,
+        planned, names, dtypes=tuple(dtypes), modes=(*asked.modes, "X"), planned=True,
+        sides=tuple(name_sides(asked.targets)), progress=asked.progress,
     )  # fmt: skip
-    for side in report.sides:  # which name every provider of the plan
-        short = f"{side[0]} {asked.target(side)}"
-        report.missing = [text.replace(side, short) for text in report.missing]
     what = f"{report.compared} cases of {len(names)} ops"
     return [report], what, list(_op_causes(asked, report))
 
@@ -234,9 +231,7 @@ def _op_causes(asked: _Asked, report: OpsReport) -> Iterator[Cause]:
         again = asked.again("ops", *asked.both(), "--op", result.op, model=False)
         ours = result.side == DEFINITION
         name = f"the op {result.op}" if ours else result.name
-        # The side that ops were judged on names every provider of the plan.
-        side = result.side if ours else f"{result.side[0]} {asked.target(result.side)}"
-        text = f"{side}: {name}, {result.dtype}: {result.complaints[0]}"
+        text = f"{result.side}: {name}, {result.dtype}: {result.complaints[0]}"
         yield Cause(0 if ours else 3, text, again)
 
 

@@ -132,11 +132,11 @@ class OpsReport(Report):
 def check_ops(
     targets: Sequence[Target], names: Sequence[str] = (), faults: Mapping[str, Fault] | None = None,
     modes: Sequence[Mode] = ALL_MODES, dtypes: Sequence[str] | None = None, planned: bool = False,
-    progress: Progress = silent,
+    sides: Sequence[str] | None = None, progress: Progress = silent,
 ) -> OpsReport:  # fmt: skip
     """Judge all implementations of `names` (none: all ops) on `targets`, in `dtypes` (None: all).
     `faults` plants faults by side (`a`, `b`). `planned`: only the providers that a target names,
-    and an op without cases is no gap.
+    and an op without cases is no gap. `sides` are the targets' names, where what they name is long.
 
     Raises ConfigError, BackendUnavailable.
     """
@@ -151,12 +151,12 @@ def check_ops(
             raise ConfigError(
                 f"target: {target} has {', '.join(target.options)}, which single ops do not know"
             )
-    sides = {
+    found = {
         name: (target, backend_module(target.backend).find_device(target.device))
-        for name, target in name_sides(targets).items()
+        for name, target in zip(sides or name_sides(targets), targets, strict=True)
     }
-    devices = {name: f"{device.platform} {device.name}" for name, (_, device) in sides.items()}
-    report = OpsReport(tuple(sides), devices)
+    devices = {name: f"{device.platform} {device.name}" for name, (_, device) in found.items()}
+    report = OpsReport(tuple(found), devices)
     started = time.perf_counter()
     for target in targets:
         backend_module(target.backend, "plans")  # registers the kernels
@@ -172,7 +172,7 @@ def check_ops(
             report.absent.append(f"{name} has no case in mode {', '.join(modes)}")
             continue
         _check_definition(report, name, cases)
-        for side, (target, device) in sides.items():
+        for side, (target, device) in found.items():
             if planned and name not in target.providers:
                 continue
             for provider, implementation in _runnable(name, target, device.platform, side, report):

@@ -57,6 +57,7 @@ def test_why_a_case_was_not_compared_is_in_its_line(small_model, monkeypatch):
     asked = _Asked(subject, [parse_target("torch:cpu")], ("S",), None, "off", lambda text: None)
     (report,), _, _ = _ask_ops(asked)
     assert report.missing
+    assert report.sides == ("a torch:cpu",)
     whole = CheckReport(("a torch:cpu",))
     whole.missing += [f"ops: {text}" for text in report.missing]
     lines = [line for line in render(whole).splitlines() if line.startswith("not compared: ")]
