@@ -20,6 +20,7 @@ import numpy as np
 
 from ...ops import REGISTRY
 from ...shared.errors import ConfigError
+from ...shared.kv_config import NARROW
 from ...shared.worker import backend_module
 from ..errors import EQUAL, FAILED, NOT_COMPARED
 from ..judging.diff import Diff
@@ -27,6 +28,7 @@ from ..judging.gates import MODES, Mode
 from ..judging.record import Report
 from ..judging.weights import PAGE_TABLE
 from ..progress import Progress, silent
+from ..sides.serving import refusal
 from ..sides.steps import default_prompts, make_steps
 from ..sides.subject import Subject, Target, name_sides
 from .invariants import InvariantsReport, check_invariants
@@ -196,6 +198,7 @@ def _ask_ops(asked: _Asked) -> Answer:
     """The implementations that the plans name, in float32 and the run dtype."""
     wanted: dict[str, None] = {}
     planned: list[Target] = []
+    named = name_sides(asked.targets)
     for target in asked.targets:
         chosen = _planned(asked.subject, target)
         planned.append(Target(target.backend, target.device, {}, chosen))
@@ -203,12 +206,21 @@ def _ask_ops(asked: _Asked) -> Answer:
     parts = {part for op in wanted for part in parts_of(op)} - wanted.keys()
     names = sorted({*wanted, *parts})
     dtypes = dict.fromkeys(["float32", asked.subject.dtype])
+    caches = {side: _no_caches(asked.subject, target) for side, target in named.items()}
     report = check_ops(
         planned, names, dtypes=tuple(dtypes), modes=(*asked.modes, "X"), planned=True,
-        sides=tuple(name_sides(asked.targets)), progress=asked.progress,
+        sides=tuple(named), caches=caches, progress=asked.progress,
     )  # fmt: skip
     what = f"{report.compared} cases of {len(names)} ops"
     return [report], what, list(_op_causes(asked, report))
+
+
+def _no_caches(subject: Subject, target: Target) -> set[str]:
+    """The dtypes of narrow KV caches that the configuration of a target refuses."""
+    return {
+        dtype for kind, dtype in NARROW.items()
+        if refusal(subject, target, kv_cache_dtype=kind) is not None
+    }  # fmt: skip
 
 
 def _planned(subject: Subject, target: Target) -> dict[str, tuple[str, ...]]:

@@ -10,7 +10,7 @@ weights are needed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -63,8 +63,8 @@ class OpResult:
     """One implementation of an op in one dtype. `error` and `gain` are the worst ones, in units of
     what is allowed.
 
-    `refused` counts cases that the implementation does not take. `raised` are cases that ended in
-    an exception.
+    `refused` counts cases that the implementation does not take, or that no engine has. `raised`
+    are cases that ended in an exception.
     """
 
     side: str
@@ -132,11 +132,13 @@ class OpsReport(Report):
 def check_ops(
     targets: Sequence[Target], names: Sequence[str] = (), faults: Mapping[str, Fault] | None = None,
     modes: Sequence[Mode] = ALL_MODES, dtypes: Sequence[str] | None = None, planned: bool = False,
-    sides: Sequence[str] | None = None, progress: Progress = silent,
+    sides: Sequence[str] | None = None, caches: Mapping[str, Collection[str]] | None = None,
+    progress: Progress = silent,
 ) -> OpsReport:  # fmt: skip
     """Judge all implementations of `names` (none: all ops) on `targets`, in `dtypes` (None: all).
     `faults` plants faults by side (`a`, `b`). `planned`: only the providers that a target names,
     and an op without cases is no gap. `sides` are the targets' names, where what they name is long.
+    `caches` are the dtypes of KV caches that no engine of a side has: such cases are not taken.
 
     Raises ConfigError, BackendUnavailable.
     """
@@ -178,8 +180,9 @@ def check_ops(
             for provider, implementation in _runnable(name, target, device.platform, side, report):
                 fault = (faults or {}).get(side[0])
                 runs = partial(_run, target.backend, device.platform, fault)
+                unknown = (caches or {}).get(side, ())
                 try:
-                    _check(report, side, runs, provider, implementation, cases)
+                    _check(report, side, runs, provider, implementation, cases, unknown)
                 except InternalError as error:
                     report.missing.append(f"{side}: {name}={provider} did not run: {error}")
                 forget_programs()
@@ -209,6 +212,11 @@ class _Probe:
     case: Case
     judge: Judge | ExactJudge
     like: tuple[Any, ...]
+
+    @property
+    def cache(self) -> str:
+        """The dtype of the KV cache that the case has; "" without one."""
+        return str(self.case.arguments["kv"].dtype) if "kv" in self.case.arguments else ""
 
 
 def _probes(op: str, modes: Sequence[Mode], dtypes: Sequence[str] | None) -> list[_Probe]:
@@ -287,7 +295,7 @@ def _runnable(
 def _check(
     report: OpsReport, side: str, runs: Run, provider: str,
     implementation: Implementation | None,
-    cases: Sequence[_Probe],
+    cases: Sequence[_Probe], unknown_caches: Collection[str],
 ) -> None:  # fmt: skip
     """Judge one implementation in all dtypes."""
     takes = implementation.supports_args if implementation is not None else None
@@ -297,7 +305,8 @@ def _check(
         result = results.setdefault(
             key, OpResult(side, probe.op, provider, probe.dtype, probe.mode)
         )
-        if takes is not None and not takes(**probe.case.arguments):
+        no_engine = probe.cache in unknown_caches
+        if no_engine or (takes is not None and not takes(**probe.case.arguments)):
             result.refused += 1
         else:
             _judge(result, probe, runs)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from twinfer.numerics.questions import check as questions_check
 from twinfer.numerics.questions import ops_check
 from twinfer.numerics.questions.check import (
     Cause,
@@ -18,6 +19,7 @@ from twinfer.numerics.questions.ops_check import check_ops
 from twinfer.numerics.sides.subject import open_subject, parse_target
 from twinfer.ops.reference import activations
 from twinfer.serving.cli import main
+from twinfer.shared import config
 from twinfer.shared.errors import ConfigError
 
 
@@ -63,6 +65,38 @@ def test_why_a_case_was_not_compared_is_in_its_line(small_model, monkeypatch):
     lines = [line for line in render(whole).splitlines() if line.startswith("not compared: ")]
     assert lines[:4]
     assert all("the reason" in line for line in lines[:4])
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_caches_that_no_engine_has_are_no_gap(small_model, refuses, monkeypatch):
+    """As those in fp8 on torch-xla, which cannot compute with them."""
+    run_op, fp8 = ops_check.run_op, set()
+
+    def without_fp8(backend, op, provider, arguments, *others):
+        if str(getattr(arguments.get("kv"), "dtype", "")) == "float8_e4m3fn":
+            fp8.add(op)
+            raise RuntimeError("cannot read the bits")
+        return run_op(backend, op, provider, arguments, *others)
+
+    def check_config(config, *others):
+        if refuses and config.kv_cache_dtype == "fp8_e4m3":
+            raise ConfigError("kv_cache_dtype: got fp8_e4m3")
+
+    monkeypatch.setattr(ops_check, "run_op", without_fp8)
+    monkeypatch.setattr(config, "check_ladders", check_config)
+    plan = {"write_kv": ("native",), "paged_attention": ("native",)}
+    monkeypatch.setattr(questions_check, "_planned", lambda *asked: plan)
+    subject = open_subject(small_model, load_format="dummy", dtype="float32")
+    asked = _Asked(subject, [parse_target("torch:cpu")], ("S",), None, "off", lambda text: None)
+    (report,), _, _ = _ask_ops(asked)
+    written = next(r for r in report.results if r.name == "write_kv=native")
+    if refuses:
+        assert not fp8
+        assert report.exit_code == 0
+        assert written.compared > written.refused >= 3
+    else:
+        assert {"write_kv", "paged_attention"} <= fp8
+        assert report.exit_code == 3
 
 
 def test_a_time_must_be_a_time(small_model):
