@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -175,7 +176,6 @@ class Engine:
         self._resolve(config, model, demand, ranks)
         self._make_ready(ranks)
         self._open_books()
-        self._every_token = every_token(self.model.vocab_size)
         self._is_stuck = False
         """Whether a request without a form has no token left."""
         self.grammars = Grammars(folder, self.model.vocab_size, self.model.eos_token_ids)
@@ -326,6 +326,11 @@ class Engine:
             if params.prompt_logprobs is not None:
                 self._prompt_logprobs[request_id] = [None] * len(tokens)
         return request
+
+    @cached_property
+    def _every_token(self) -> np.ndarray:
+        """The mask [W] of the whole vocabulary, made for the first request that bans sequences."""
+        return every_token(self.model.vocab_size)
 
     def _matcher_of(self, request: Request) -> Matcher | None:
         """What says which tokens may follow those of a request, where they decide that."""
