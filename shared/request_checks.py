@@ -58,16 +58,20 @@ def check_tokens(tokens: np.ndarray, model: ModelConfig) -> None:
     """Token ids [n] must be words of the model's vocabulary that stand for text."""
     outside = (tokens < 0) | (tokens >= model.vocab_size)
     if outside.any():
-        token = int(tokens[outside.argmax()])
-        raise RequestError(
-            "prompt", f"token id {token} is out of range: the vocabulary has {model.vocab_size}"
-        )
+        raise out_of_range(int(tokens[outside.argmax()]), model.vocab_size)
     images = np.isin(tokens, model.image_token_ids)
     if images.any():
         token = int(tokens[images.argmax()])
         raise RequestError(
             "prompt", f"token id {token} stands for an image, and prompts are text for this engine"
         )
+
+
+def out_of_range(token: int, vocab_size: int) -> RequestError:
+    """The error for a token id of a prompt that the vocabulary has not."""
+    return RequestError(
+        "prompt", f"token id {show(token)} is out of range: the vocabulary has {vocab_size}"
+    )
 
 
 def check_priority(priority: Any, scheduling_policy: str) -> None:

@@ -22,6 +22,7 @@ from ... import __version__
 from ...shared.chat import MAX_OUTPUT, render_chat
 from ...shared.errors import ModelNotFound, PromptTooLong, RequestError
 from ...shared.models.fields import show
+from ...shared.request_checks import out_of_range
 from ...shared.sampling_params import MAX_BANNED_LENGTH, SamplingParams
 from ...shared.structured_outputs import StructuredOutputs
 from ...shared.tokenizer import LONG, Tokenizer
@@ -186,11 +187,14 @@ class Server:
             named = chat.return_token_strs
         else:
             text: TokenizeRequest = read_fields(TokenizeRequest, body)
+            self._accept(text)
+            kept, special = (
+                self._kept(text, COMPLETION_TOKENS),
+                text.add_special_tokens is not False,
+            )
+            (whole,) = await self._encode([text.prompt], special, None)
+            ids = _last(whole, kept, self._front(special, kept))
             named = text.return_token_strs
-            self._check_model(text.model)
-            self._count_unknown(list(text.model_extra or {}))
-            special = text.add_special_tokens is not False
-            (ids,) = await self._encode([text.prompt], special, None)
         ready = self._engine.ready
         length = ready.model["max_model_len"] if ready else None
         head = encode({"count": len(ids), "max_model_len": length})[:-1]
@@ -439,6 +443,8 @@ class Server:
         self._engine.admit(0, 0)
         kept, front = self._kept(body, COMPLETION_TOKENS), list[int]()
         ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
+        if kept is not None:  # else it is done where they are sent
+            await _in_thread(self._check_known, ids, size=sum(map(len, ids)))
         if texts := [prompt for prompt in prompts if isinstance(prompt, str)]:  # all, or none
             special = body.add_special_tokens is not False
             ids = await self._encode(texts, special, self._longest if kept is None else None)
@@ -506,10 +512,16 @@ class Server:
         most = self._longest
         if most is not None and len(ids) > most:  # else all of it goes to the engine first
             raise PromptTooLong("prompt", f"got {len(ids)} tokens, allowed is at most {most}")
-        if odd := [token for token in (min(ids), max(ids)) if not 0 <= token < 2**31]:
-            raise RequestError(
-                "prompt", f"has the token id {show(odd[0])}, which no vocabulary has"
-            )
+        self._check_known([ids])
+
+    def _check_known(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Raise RequestError for a token id that the model has not."""
+        ready = self._engine.ready
+        size = ready.model["vocab_size"] if ready else 2**31
+        for ids in prompts:
+            for token in (min(ids, default=0), max(ids, default=0)):
+                if not 0 <= token < size:
+                    raise out_of_range(token, size)
 
     def _params(self, body: Generation, length: int, *, whole_context: bool) -> SamplingParams:
         """The settings for a prompt of `length` tokens. Raises RequestError."""

@@ -253,17 +253,6 @@ class Generation(BaseModel):
         return values
 
 
-class TokenizeRequest(BaseModel):
-    """The body of /tokenize for a text."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    prompt: str
-    model: str | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-
-
 class DetokenizeRequest(BaseModel):
     """The body of /detokenize."""
 
@@ -375,6 +364,10 @@ class ChatRequest(Generation):
     def check(self) -> None:
         """As `Generation.check`."""
         super().check()
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise RequestError(
+                "echo", "tells a whole message, of which truncate_prompt_tokens may cut a part"
+            )
         if self.modalities not in (None, ["text"]):
             raise RequestError("modalities", f"got {show(self.modalities)}, allowed is text")
         if len(self.tools or ()) > MAX_TOOLS:
@@ -562,6 +555,13 @@ class ChatRequest(Generation):
         are the objects that templates write. Raises RequestError.
         """
         return [_message(f"messages[{i}]", message) for i, message in enumerate(self.messages)]
+
+
+class TokenizeRequest(CompletionRequest):
+    """The body of /tokenize for a text."""
+
+    prompt: str
+    return_token_strs: bool | None = None
 
 
 class TokenizeChatRequest(ChatRequest):

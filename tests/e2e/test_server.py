@@ -507,6 +507,10 @@ BAD = [
     (dict(truncate_prompt_tokens=2.0), "truncate_prompt_tokens"),
     (dict(truncate_prompt_tokens=True), "truncate_prompt_tokens"),
     (dict(truncate_prompt_tokens=-1, max_tokens=512), "truncate_prompt_tokens"),
+    # What is cut away is read too.
+    (dict(truncate_prompt_tokens=1, prompt=[-1, 1]), "prompt"),
+    (dict(truncate_prompt_tokens=1, prompt=[[5, 1], [4096, 1]]), "prompt"),
+    (dict(truncate_prompt_tokens=1, prompt=[[5, 1], []]), "prompt"),
     (dict(prompt={"a": 1}), "prompt"),
     (dict(prompt=["a", 1]), "prompt"),
     (dict(prompt=[True]), "prompt"),
@@ -562,6 +566,7 @@ CHAT_BAD = [
     (dict(bad_words={"a": 1}), "bad_words"),
     (dict(truncate_prompt_tokens=0), "truncate_prompt_tokens"),
     (dict(truncate_prompt_tokens=-1, max_completion_tokens=512), "truncate_prompt_tokens"),
+    (dict(truncate_prompt_tokens=4, echo=True), "echo"),
     (dict(prompt_logprobs=21), "prompt_logprobs"),
     (dict(use_beam_search=True), "use_beam_search"),
     (dict(documents=["x"]), "documents"),
@@ -751,9 +756,14 @@ def test_the_end_of_a_prompt_may_be_all_that_is_read(tell, server):
             ((_, prompt, new),), count = tell(client, path, cut)
             assert prompt == (ids * 60)[-left:]
             assert (count, len(new)) == (left, most or 16)
-        text = {"prompt": "y = 1\nx = 12", "truncate_prompt_tokens": 3, "echo": True}
+        text = {"prompt": "y = 1\nx = 12", "truncate_prompt_tokens": 3}
+        assert client.post("/tokenize", json=text).json()["count"] == 3
+        less = client.post("/tokenize", json={"prompt": "x " * 600, "truncate_prompt_tokens": -1})
+        assert less.json()["count"] == 496
+        text["echo"] = True
         ((echoed, prompt, new),), count = tell(client, path, text)
         assert count == 3
+        assert prompt == client.post("/tokenize", json=text).json()["tokens"]
         assert echoed.startswith(
             client.post("/detokenize", json={"tokens": prompt}).json()["prompt"]
         )
@@ -1684,7 +1694,7 @@ IN_RESPONSES = COMMON | {
     "top_logprobs": NUMBER,
 }  # fmt: skip
 STRS = {"return_token_strs": st.booleans()}
-IN_TOKENIZE = {name: LIKELY[name] for name in ("prompt", "model", "add_special_tokens")} | STRS
+IN_TOKENIZE = LIKELY | STRS
 IN_DETOKENIZE = {"tokens": st.lists(NUMBER, max_size=4) | ANY, "model": LIKELY["model"]}
 FUZZ = {
     "/v1/completions": ({"prompt": "x", "max_tokens": 2}, LIKELY, CompletionRequest),

@@ -348,7 +348,7 @@ def asked(path, body, text):
     """What a server says to a call that its engine answers with a text."""
     engine = EngineProcess({}, TOKENIZER, limits=Limits(9, 9999))
     sizes = {"max_num_seqs": 4, "num_pages": 99, "max_model_len": 999, "page_size": 16}
-    engine.ready = SimpleNamespace(model=sizes, options={})
+    engine.ready = SimpleNamespace(model=sizes | {"vocab_size": 2048}, options={})
 
     def answer(message):
         if isinstance(message, Add):
