@@ -15,6 +15,7 @@ from ..shared.request import FinishReason
 from ..shared.request_checks import token_array
 from ..shared.sampling_params import SamplingParams
 from ..shared.tokenizer import Tokenizer
+from .bad_words import banning, sequences_of
 from .completion import Completion
 from .outputs import RequestOutput, StreamUpdate
 
@@ -66,6 +67,7 @@ class Batch:
         self._tokenizer = tokenizer
         self._live: dict[str, Entry] = {}
         self._missing: dict[str, int] = {}
+        self._banning: dict[SamplingParams, SamplingParams] = {}
 
     def __len__(self) -> int:
         """Completions that have not ended."""
@@ -94,6 +96,7 @@ class Batch:
             raise RequestError(
                 "stop", "stop strings need a tokenizer, and the model folder has no tokenizer.json"
             )
+        params = self._in_tokens(params)
         output.prompt, token_ids, options = _parts(prompt)
         if token_ids is None:
             token_ids = need_tokenizer(self._tokenizer).encode(output.prompt or "")
@@ -115,6 +118,15 @@ class Batch:
             raise
         self._live.update(entries)
         self._missing[output.request_id] = params.n
+
+    def _in_tokens(self, params: SamplingParams) -> SamplingParams:
+        """Settings whose bad words are tokens: made once for all prompts that have the same."""
+        if not params.bad_words:
+            return params
+        if params not in self._banning:
+            tokenizer = need_tokenizer(self._tokenizer, "bad_words", "there are no words")
+            self._banning[params] = banning(params, sequences_of(params.bad_words, tokenizer))
+        return self._banning[params]
 
     def step(self) -> list[Entry]:
         """Run one step of the engine. Completions that got something or ended, each once."""

@@ -17,7 +17,7 @@ from ..shared.options import near_flags, options_of
 from ..shared.sampling_params import SamplingParams
 from . import other_flags
 
-MINUS_VALUES = ("--enable-ops", "--prompt", "--stop")
+MINUS_VALUES = ("--bad-words", "--enable-ops", "--prompt", "--stop")
 """Flags whose value may begin with a minus sign, which argparse takes for a flag."""
 TABLE = (*options_of(EngineConfig).values(), *options_of(SamplingParams).values())
 SHORT_FLAGS = (

@@ -20,7 +20,7 @@ NEEDS: dict[Sampler, str] = {
     "random": "temperature",
     "filtered": "top_k, top_p, min_p",
     "masked": "structured_outputs, min_tokens, allowed_token_ids, banned_token_ids, "
-    "banned_sequences",
+    "banned_sequences, bad_words",
     "processed": "penalties, logit_bias",
 }
 """The parameters that make a request need a sampler."""

@@ -335,6 +335,10 @@ class Engine:
     def _matcher_of(self, request: Request) -> Matcher | None:
         """What says which tokens may follow those of a request, where they decide that."""
         params, banned = request.params, None
+        if params.bad_words:
+            raise RequestError(
+                "bad_words", "are texts, and an engine knows token ids: see banned_sequences"
+            )
         if params.banned_sequences:
             banned = BannedSequences(params.banned_sequences, request.stop_ids, params.min_tokens)
         if banned is None and params.structured_outputs is None:

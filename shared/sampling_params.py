@@ -25,13 +25,14 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_TOKEN_IDS = 1 << 19
 MAX_BANNED_SEQUENCES = 1024
 MAX_BANNED_LENGTH = 64
+MAX_BAD_WORDS = 512
+MAX_BAD_WORD_LENGTH = 256
 MAX_LOGIT_BIAS = 300
 MAX_LOGPROBS = 20
 LOGIT_BIAS_RANGE = 100.0
 MAX_TEMPERATURE = 10.0
 
 ELSEWHERE = {
-    "bad_words": "say banned_sequences, in token ids",
     "best_of": "say n, and choose among the completions by cumulative_logprob",
     "detokenize": "texts are made always; leave it out",
     "early_stopping": "beams are not searched; leave it out",
@@ -46,7 +47,6 @@ ELSEWHERE = {
 }
 """What stands in the place of settings that vLLM has and that are none here."""
 _NOTHING: dict[str, tuple[Any, ...]] = {
-    "bad_words": ([],),
     "best_of": (1,),
     "detokenize": (True,),
     "early_stopping": (False,),
@@ -98,9 +98,11 @@ class SamplingParams:
     greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `seed` None lets the engine draw one.
     Penalties follow the usual order: repetition on the raw logits, then frequency and presence,
     then the bias, then masks (`allowed_token_ids`, `banned_token_ids`, `banned_sequences`,
-    `min_tokens`), then the temperature. `logprobs` N returns the N best tokens and the sampled one,
-    from the raw logits. `structured_outputs` is a mapping with one of json (a schema), json_object,
-    regex, choice and grammar: only tokens that keep to it are sampled, and a complete text ends.
+    `min_tokens`), then the temperature. `bad_words` become banned tokens and sequences where there
+    is a tokenizer: `LLM` and the server do it. `logprobs` N returns the N best tokens and the
+    sampled one, from the raw logits. `structured_outputs` is a mapping with one of json (a schema),
+    json_object, regex, choice and grammar: only tokens that keep to it are sampled, and a complete
+    text ends.
     """
 
     n: int = _option(1, Whole(1, MAX_N), help="completions of each prompt")
@@ -155,6 +157,11 @@ class SamplingParams:
         (),
         Sequences(MAX_BANNED_SEQUENCES, MAX_BANNED_LENGTH),
         help="no token that would complete one of these in the output",
+    )
+    bad_words: tuple[str, ...] = _option(
+        (),
+        Strings(MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH),
+        help="not the tokens of these texts, as a text begins with one or behind a space",
     )
     stop: tuple[str, ...] = _option(
         (), Strings(MAX_STOP_STRINGS, MAX_STOP_STRING_LENGTH), help="texts that end a completion"
@@ -231,6 +238,7 @@ class SamplingParams:
             self.allowed_token_ids is not None
             or self.banned_token_ids
             or self.banned_sequences
+            or self.bad_words
             or self.structured_outputs is not None
         )
 

@@ -23,9 +23,10 @@ from ...shared.chat import MAX_OUTPUT, render_chat
 from ...shared.errors import ModelNotFound, PromptTooLong, RequestError
 from ...shared.models.fields import show
 from ...shared.request_checks import out_of_range
-from ...shared.sampling_params import MAX_BANNED_LENGTH, SamplingParams
+from ...shared.sampling_params import SamplingParams
 from ...shared.structured_outputs import StructuredOutputs
 from ...shared.tokenizer import LONG, Tokenizer
+from ..bad_words import banning, sequences_of
 from ..batch import need_tokenizer
 from ..formats.grammar import AnswerGrammar
 from ..formats.parser import OutputParser, hides_marks
@@ -341,7 +342,7 @@ class Server:
         self._accept(chat)
         self._engine.admit(0, 0)
         text, ids = await asyncio.to_thread(self._render, chat, self._longest)
-        params = await self._with_words(chat, self._params(chat, len(ids), whole_context=True), 1)
+        params = await self._with_words(self._params(chat, len(ids), whole_context=True), 1)
         params = self._seeded(params)
         if (bound := self._bound(chat, params, text[-TAIL:])) is not None:
             try:
@@ -457,7 +458,7 @@ class Server:
         ]
         ids = read
         params = self._params(body, len(ids[0]), whole_context=False)
-        params = await self._with_words(body, params, len(ids))
+        params = await self._with_words(params, len(ids))
         settings = [self._seeded(params) for _ in ids]
         answer = CompletionAnswer(
             f"cmpl-{request.scope['twinfer.id']}",
@@ -537,44 +538,27 @@ class Server:
             raise RequestError("stop", "stop strings need a tokenizer, and the model has none")
         return params
 
-    async def _with_words(
-        self, body: Generation, params: SamplingParams, prompts: int
-    ) -> SamplingParams:
+    async def _with_words(self, params: SamplingParams, prompts: int) -> SamplingParams:
         """With what a text may not have, as tokens, for each of so many prompts. Raises
         RequestError.
         """
-        words = body.bad_words
+        words = params.bad_words
         if not words:
             return params
         tokenizer = need_tokenizer(self._settings.tokenizer, "bad_words", "there are no words")
 
         def banned() -> SamplingParams:
-            count = prompts * params.n
-            try:
-                found = sequences_of(words, tokenizer)
-                if (longest := max(map(len, found), default=0)) > MAX_BANNED_LENGTH:
-                    raise RequestError(
-                        "bad_words", f"has a text of {longest} tokens, at most {MAX_BANNED_LENGTH}"
-                    )
-                single = tuple(one[0] for one in found if len(one) == 1)
-                longer = tuple(one for one in found if len(one) > 1)
-                banning = replace(
-                    params,
-                    banned_token_ids=params.banned_token_ids + single,
-                    banned_sequences=params.banned_sequences + longer,
-                )
-            except RequestError as error:
-                raise RequestError("bad_words", error.reason) from None
+            found, count = sequences_of(words, tokenizer), prompts * params.n
             if (size := sum(map(len, found))) * count > MAX_LISTED:
                 raise RequestError(
                     "bad_words",
                     f"are {size} tokens for each of {count} completions, at most {MAX_LISTED} in "
                     "all",
                 )
-            return banning
+            return banning(params, found)
 
-        found: SamplingParams = await _in_thread(banned, size=sum(map(len, words)))
-        return found
+        made: SamplingParams = await _in_thread(banned, size=sum(map(len, words)))
+        return made
 
     def _seeded(self, params: SamplingParams) -> SamplingParams:
         """With a seed of its own, where the client names none."""
@@ -744,16 +728,6 @@ async def _body(request: Request) -> Any:
     if len(data) < LONG_BODY:
         return read_json(data)
     return await asyncio.to_thread(read_json, data)
-
-
-def sequences_of(words: Sequence[str], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """The tokens of each word as a text begins with it and as it stands behind a space, which often
-    is part of a token. Raises RequestError.
-    """
-    bare = [word.lstrip() or word for word in words]
-    texts = [*bare, *(f" {word}" for word in bare if word.strip())]
-    found = dict.fromkeys(tuple(tokenizer.encode(text, False)) for text in texts)
-    return [ids for ids in found if ids]
 
 
 def _last(ids: list[int], kept: int | None, front: list[int]) -> list[int]:

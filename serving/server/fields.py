@@ -29,8 +29,6 @@ MAX_COMPLETIONS = 1024
 MAX_LISTED = 1 << 21
 """Token ids in a list of a call, over all of its completions: the engine gets one for each."""
 MAX_TOOLS = 1024
-MAX_BAD_WORDS, MAX_WORD = 512, 256
-"""Of a call, and characters of each."""
 MAX_VALUES = 1 << 20
 """Of one body; a text, a list or an object counts as `PART`. Without a bound 32 MiB of brackets are
 a minute in which nobody else is served.
@@ -42,8 +40,8 @@ LONG_BODY = 1 << 16
 SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos",
-    "allowed_token_ids", "banned_token_ids", "banned_sequences", "include_stop_str_in_output",
-    "skip_special_tokens", "structured_outputs",
+    "allowed_token_ids", "banned_token_ids", "banned_sequences", "bad_words",
+    "include_stop_str_in_output", "skip_special_tokens", "structured_outputs",
 )  # fmt: skip
 """Fields that go to `SamplingParams` under the same name."""
 IGNORED = (
@@ -156,7 +154,6 @@ class Generation(BaseModel):
             if value is not None and value is not False and value != []:  # these ask for nothing
                 raise RequestError(name, why)
         self.check_lists(1)
-        self._check_words()
         # Larger ones do not fit into a message to the engine, which checks all else of it.
         if self.priority is not None and abs(self.priority) > MAX_PRIORITY:
             raise RequestError(
@@ -168,17 +165,6 @@ class Generation(BaseModel):
             if self.stream_options.continuous_usage_stats and not self.wants_usage:
                 raise RequestError(
                     "stream_options.continuous_usage_stats", "needs include_usage: true"
-                )
-
-    def _check_words(self) -> None:
-        words = self.bad_words or []
-        if len(words) > MAX_BAD_WORDS:
-            raise RequestError("bad_words", f"has {len(words)} texts, at most {MAX_BAD_WORDS}")
-        for place, word in enumerate(words):
-            if not 1 <= len(word) <= MAX_WORD:
-                raise RequestError(
-                    f"bad_words[{place}]",
-                    f"has {len(word)} characters, allowed is 1 to {MAX_WORD}",
                 )
 
     @property

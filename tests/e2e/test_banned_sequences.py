@@ -54,6 +54,57 @@ def bans(free):
     ]
 
 
+def test_bad_words_are_the_tokens_that_they_have(llm):
+    """As a text begins with each, and behind a space; of the same settings and of others."""
+    encode = llm.tokenizer.encode
+    free = outputs(llm, PROMPTS, GREEDY)
+    words = [[w for w in one.text.split() if len(w) < 20][:9] for one in free]
+    settings = [replace(GREEDY, bad_words=one) for one in words]
+    found = tokens(llm, PROMPTS, settings)
+    for ids, one in zip(found, words, strict=True):
+        sequences = {tuple(encode(text)) for word in one for text in (word, f" {word}")}
+        assert {len(sequence) > 1 for sequence in sequences} == {False, True}
+        assert all(
+            sequence != tuple(ids[place : place + len(sequence)])
+            for sequence in sequences
+            for place in range(len(ids))
+        )
+    assert found != [one.token_ids for one in free]
+    assert found[:1] * 3 == tokens(llm, PROMPTS[:1] * 3, settings[0])
+    (streamed,) = [
+        [token for update in llm.stream(PROMPTS[0], settings[0]) for token in update.token_ids]
+    ]
+    assert streamed == found[0]
+    spaced = replace(GREEDY, bad_words=[f" {word}" for word in words[0]])
+    assert tokens(llm, PROMPTS[:1], spaced) == found[:1]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["a", ""], "has an entry of 0 characters"),
+        (["a" * 257], "has an entry of 257 characters"),
+        (["a"] * 513, "has 513 entries, at most 512"),
+        (["a", 5], "allowed is at most 512 texts"),
+        (["\U0010ffff" * 100], "has a text of 401 tokens, at most 64"),
+        (["\ud800"], "is not valid Unicode"),
+        ([f"{i}<>" for i in range(512)], "at most 1024"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_words_have_the_bounds_of_the_server(llm, words, why):
+    with pytest.raises(RequestError, match=f"^bad_words: .*{why}"):
+        llm.generate("x", replace(GREEDY, bad_words=words, banned_sequences=((1, 2),)))
+
+
+def test_bad_words_need_a_tokenizer(llm, monkeypatch):
+    with pytest.raises(RequestError, match=r"^bad_words: are texts, and an engine knows token ids"):
+        llm.engine.add("0", [1, 2], replace(GREEDY, bad_words=["a"]))
+    monkeypatch.setattr(llm, "tokenizer", None)
+    with pytest.raises(RequestError, match=r"^bad_words: the model folder has no tokenizer.json"):
+        llm.generate([[1, 2]], replace(GREEDY, bad_words=["a"]))
+
+
 def test_the_best_of_what_completes_none(llm):
     """Alone and together, also among texts with a form and texts that are free."""
     free = tokens(llm, PROMPTS, GREEDY)

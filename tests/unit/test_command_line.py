@@ -70,6 +70,7 @@ def test_every_sampling_flag_reaches_its_parameter():
         "presence_penalty": -0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5,
         "logit_bias": {4: -2.5, 5: 1.0},
         "allowed_token_ids": [4, 5, 6], "banned_token_ids": [6], "stop": ["a", "-b"],
+        "bad_words": ["a", "-b"],
         "stop_token_ids": [9], "banned_sequences": [[7, 8], [9, 9, 9]],
         "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False,
         "logprobs": 2,
@@ -81,7 +82,7 @@ def test_every_sampling_flag_reaches_its_parameter():
         flag = f"--{name.replace('_', '-')}"
         if value is True or value is False:
             words.append(flag if value else f"--no-{flag[2:]}")
-        elif name == "stop":
+        elif name in ("stop", "bad_words"):
             words += [flag, "a", flag, "-b"]
         elif name in ("structured_outputs", "banned_sequences"):
             words += [flag, json.dumps(value)]

@@ -37,6 +37,7 @@ def table(demand, **options):
         # A chunk of a prompt samples nothing, with the greedy sampler.
         (SamplingParams(temperature=0, logit_bias={3: 1.0}), {"greedy", "processed"}),
         (SamplingParams(temperature=0.7, top_k=3, min_tokens=2), {"filtered", "masked"}),
+        (SamplingParams(temperature=0, bad_words=["a"]), {"greedy", "masked"}),
     ],
     # A set's order differs between processes, and the parallel run compares the names.
     ids=lambda value: "+".join(sorted(value)) if isinstance(value, set) else str(value),
@@ -100,6 +101,7 @@ def test_stored_programs_are_those_of_the_whole_table():
         (SamplingParams(temperature=0.5, top_p=0.5), "top_k, top_p, min_p"),
         (SamplingParams(temperature=0, presence_penalty=1.0), "penalties"),
         (SamplingParams(temperature=0, min_tokens=1), "min_tokens"),
+        (SamplingParams(temperature=0, bad_words=["a"]), "bad_words"),
         (SamplingParams(temperature=0, logprobs=0), "logprobs"),
         (SamplingParams(temperature=0, prompt_logprobs=1), "prompt_logprobs"),
     ],
