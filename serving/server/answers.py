@@ -92,13 +92,15 @@ def finish_reason(reason: str | None) -> str | None:
 
 
 def fingerprint_of(ready: Ready | None) -> str | None:
-    """A name for what runs the model: this version of the package, the device and the engine's
-    options as they were resolved. Where it differs, the same seed may give other tokens.
+    """A name for the model and what runs it: its digest, this version of the package, the device
+    and the engine's options as they were resolved. Where it differs, the same seed may give other
+    tokens.
     """
     if ready is None:
         return None
-    sizes = {name: ready.model.get(name) for name in ("backend", "platform", "device")}
-    told = msgspec.json.encode([__version__, sizes, ready.options], order="deterministic")
+    names = "backend", "platform", "device", "digest"
+    about = {name: ready.model.get(name) for name in names}
+    told = msgspec.json.encode([__version__, about, ready.options], order="deterministic")
     return f"fp_{hashlib.sha256(told).hexdigest()[:12]}"
 
 

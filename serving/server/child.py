@@ -28,7 +28,7 @@ from ...shared.config import EngineConfig
 from ...shared.engine import Engine
 from ...shared.errors import EngineClosed, EngineDead, RequestError, TwinferError
 from ...shared.models.config_json import load_config
-from ...shared.models.locate import model_folder
+from ...shared.models.locate import folder_digest, model_folder
 from ...shared.request import FinishReason
 from ...shared.structured_outputs import StructuredOutputs
 from .logs import configure_logging
@@ -260,6 +260,7 @@ def start(job: Job, send: Callable[[Any], None]) -> Engine:
         "platform": engine.device.platform,
         "device": engine.device.name,
         "dtype": resolved.dtype,
+        "digest": folder_digest(folder),
         "vocab_size": engine.model.vocab_size,
         "max_model_len": resolved.max_model_len,
         "max_num_seqs": resolved.max_num_seqs,

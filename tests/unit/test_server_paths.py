@@ -11,6 +11,7 @@ from twinfer.serving.server.answers import fingerprint_of
 from twinfer.serving.server.app import Settings, build_app
 from twinfer.serving.server.doors import Load
 from twinfer.serving.server.metrics import Metrics
+from twinfer.shared.models.locate import folder_digest
 from twinfer.shared.sampling_params import SamplingParams
 
 
@@ -74,13 +75,28 @@ def test_the_load_is_told_where_it_is_counted():
 def test_a_fingerprint_is_of_what_was_asked_for_and_not_of_what_was_measured():
     def ready(**more):
         model = {"backend": "torch", "platform": "cpu", "device": "x", "num_pages": 9} | more
-        return SimpleNamespace(model=model, options={"dtype": "float32", "model": "m"})
+        return SimpleNamespace(model=model, options={"dtype": "float32"})
 
     first = fingerprint_of(ready())
     assert first.startswith("fp_")
     assert first == fingerprint_of(ready(num_pages=10))
     assert first != fingerprint_of(ready(backend="jax"))
+    assert first != fingerprint_of(ready(digest="2"))
     other = ready()
     other.options["dtype"] = "bfloat16"
     assert first != fingerprint_of(other)
     assert fingerprint_of(None) is None
+
+
+def test_a_models_digest_is_of_its_config_and_of_what_is_read(tmp_path):
+    def written(**files):
+        for name, text in files.items():
+            (tmp_path / name.replace("__", ".")).write_text(text)
+        return folder_digest(tmp_path)
+
+    first = written(config__json="{}", a__safetensors="12", b__safetensors="1")
+    assert first == written(README__md="new", b__safetensors="2")
+    larger = written(b__safetensors="12")
+    assert first != larger
+    assert larger != written(config__json="[]")
+    assert first != written(config__json="{}", b__safetensors="1", c__safetensors="")
