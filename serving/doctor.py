@@ -8,13 +8,13 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,20 +30,13 @@ from ..shared.models.locate import model_folder
 from ..shared.models.table import parameter_count
 from ..shared.worker import backend_module, is_installed
 
-PACKAGES = (
-    "twinfer", "numpy", "ml_dtypes", "safetensors", "tokenizers", "jinja2", "torch", "triton",
-    "jax", "jaxlib", "libtpu", "flax", "transformers", "llguidance", "fastapi", "uvicorn",
-    "msgspec", "pyzmq",
-)  # fmt: skip
-EXTRAS = {
-    "serve": ("fastapi", "uvicorn", "httptools", "msgspec", "zmq", "prometheus_client", "aiohttp"),
-    "grammars": ("llguidance",),
-    "ranks": ("msgspec", "zmq"),
-    "hosts": ("msgspec", "zmq"),
-    "flax": ("flax",),
-    "transformers": ("transformers",),
-}
-"""What each extra brings beside a backend, by module."""
+PACKAGE = "twinfer"
+BROUGHT = ("triton", "jaxlib", "libtpu", "torch_xla")
+"""What frameworks bring, and what runs depends on."""
+NO_EXTRAS = (*BACKENDS, "tpu", "cuda", "dev")
+"""Extras that are no more than a backend, which is looked at by itself; and that of who works on
+this package.
+"""
 VARIABLES = ("TWINFER_", "JAX_", "XLA_", "TPU_", "LIBTPU_", "CUDA_", "NVIDIA_", "TORCH", "TRITON_",
              "OMP_", "XDG_CACHE_HOME")  # fmt: skip
 """How the names of environment variables begin that change what runs."""
@@ -86,7 +79,9 @@ def run_collect_env(arguments: argparse.Namespace) -> int:
 
 def environment() -> dict[str, Any]:
     """Versions, machine, devices, and variables that change what runs; none that holds a secret."""
-    found = {name: text for name in PACKAGES if (text := _version(name)) is not None}
+    needed = {name for names in _extras().values() for name in names}
+    names = (PACKAGE, *sorted({*_required(), *needed, *BROUGHT}))
+    found = {name: text for name in names if (text := _version(name)) is not None}
     named = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
     hidden = {
         name: "(not shown)" if any(word in name for word in SECRET) else value
@@ -100,6 +95,39 @@ def environment() -> dict[str, Any]:
         "backends": {name: _device(name)[1] for name in BACKENDS},
         "variables": hidden,
     }
+
+
+def _required(extra: str = "") -> set[str]:
+    """The distributions that this package requires in any case, or for an extra. Those that only
+    some systems need are left out.
+    """
+    found: set[str] = set()
+    for line in _requirements():
+        requirement, _, marker = line.partition(";")
+        if marker.strip().replace("'", '"') != (f'extra == "{extra}"' if extra else ""):
+            continue
+        named = re.match(r"([\w.-]+)(?:\[(.*?)\])?", requirement)
+        if named is None:
+            continue
+        if named[1] != PACKAGE:
+            found.add(named[1])
+        elif named[2]:  # other extras of its own
+            found |= {name for one in named[2].split(",") for name in _required(one.strip())}
+    return found
+
+
+def _requirements() -> list[str]:
+    try:
+        return requires(PACKAGE) or []
+    except PackageNotFoundError:  # sources that nobody has installed
+        return []
+
+
+def _extras() -> dict[str, set[str]]:
+    """What each extra of this package requires, but for those that bring a backend."""
+    marked = (re.search(r"""extra == ["']([\w.-]+)["']""", line) for line in _requirements())
+    names = dict.fromkeys(extra[1] for extra in marked if extra is not None)
+    return {name: _required(name) for name in names if name not in NO_EXTRAS}
 
 
 def _version(name: str) -> str | None:
@@ -135,8 +163,8 @@ def _checks(model: str | None, port: int) -> Iterator[Check]:
         yield Check("chosen", "ok", f"{backend} on {device.platform}{why}")
     except TwinferError as error:
         yield Check("chosen", "bad", str(error))
-    for extra, modules in EXTRAS.items():
-        missing = [name for name in modules if find_spec(name) is None]
+    for extra, names in _extras().items():
+        missing = sorted(name for name in names if _version(name) is None)
         what = f"misses {', '.join(missing)}: pip install 'twinfer[{extra}]'"
         yield Check(f"extra {extra}", "note" if missing else "ok", what if missing else "is there")
     yield _check_cache()

@@ -2,6 +2,10 @@
 
 import json
 import socket
+import tomllib
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +45,36 @@ def small_device(backend, device):
     return "torch", type("D", (), {"platform": "cpu", "memory": 16 << 30})(), []
 
 
+def version_without(*names):
+    """Versions where some distributions are not installed."""
+
+    def version(name):
+        if name in names:
+            raise PackageNotFoundError
+        return metadata.version(name)
+
+    return version
+
+
+def test_every_extra_is_looked_at(capsys):
+    """Those of pyproject.toml, but for those that are no more than a backend."""
+    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+    extras = set(tomllib.loads(text)["project"]["optional-dependencies"])
+    _, found = verdicts(capsys)
+    listed = {name.removeprefix("extra ") for name in found if name.startswith("extra ")}
+    assert listed == extras - {"torch", "jax", "torch-xla", "tpu", "cuda", "dev"}
+    assert {"ray", "traces"} <= listed
+
+
+def test_sources_that_are_not_installed_have_no_extras(capsys, monkeypatch):
+    def not_found(name):
+        raise PackageNotFoundError
+
+    monkeypatch.setattr(doctor, "requires", not_found)
+    _, found = verdicts(capsys)
+    assert not [name for name in found if name.startswith("extra ")]
+
+
 def test_what_is_missing(capsys, monkeypatch, tmp_path):
     def unavailable(backend, device):
         raise BackendUnavailable("backend: none runs here")
@@ -48,7 +82,7 @@ def test_what_is_missing(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "find_backend", unavailable)
     monkeypatch.setattr(doctor, "is_installed", lambda name: False)
     monkeypatch.setattr(doctor, "has_nvidia", lambda: True)
-    monkeypatch.setitem(doctor.EXTRAS, "serve", ("no_such_module",))
+    monkeypatch.setattr(doctor, "version", version_without("fastapi", "torch"))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with socket.socket() as taken:
@@ -62,7 +96,9 @@ def test_what_is_missing(capsys, monkeypatch, tmp_path):
     }  # fmt: skip
     assert found["device cuda"]["verdict"] == "bad"
     assert found["backend jax"]["text"] == "not installed"
-    assert "no_such_module" in found["extra serve"]["text"]
+    assert found["extra serve"]["text"] == "misses fastapi: pip install 'twinfer[serve]'"
+    assert found["extra ranks"]["text"].startswith("misses torch: ")  # by another extra
+    assert found["extra hosts"]["verdict"] == "ok"
     assert "cannot be written" in found["cache"]["text"]
     assert found[f"port {port}"]["verdict"] == "note"
 
@@ -78,7 +114,7 @@ def test_the_environment_has_no_secret(capsys, monkeypatch):
     assert found["variables"]["TWINFER_API_KEY"] == "(not shown)"
     assert found["variables"]["OMP_NUM_THREADS"] == "3"
     assert "HOME_OF_OTHERS" not in found["variables"]
-    assert {"twinfer", "python", "numpy"} <= set(found["versions"])
+    assert {"twinfer", "python", "numpy", "torch", "ray", "triton"} <= set(found["versions"])
 
 
 def test_help_finds_flags_by_a_word(capsys):
