@@ -15,9 +15,11 @@ import subprocess
 import sys
 from typing import Any
 
-from twinfer.shared.models.shapes import SHAPES
+from twinfer.serving.parser import OneLineParser, some_of
+from twinfer.serving.program import run_program
 
 SMALL, MIDDLE, LARGE = ("v5e:1x1", 1), ("v5e:2x2", 4), ("v5e:4x4", 16)
+CHIPS = ("v5e", "v6e", "tpu7x")
 SLICES: dict[str, tuple[tuple[str, int], ...]] = {
     "qwen3-0.6b": (SMALL, ("v6e:1x1", 1), ("tpu7x:2x2x1", 1)),
     "llama3.2-1b": (SMALL, ("v6e:1x1", 1), ("tpu7x:2x2x1", 1)),
@@ -84,18 +86,17 @@ def gib(size: int) -> str:
 
 def main() -> int:
     """Print a row as soon as it is known."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", default=",".join(SLICES), help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--chips", default="v5e,v6e,tpu7x", help="of v5e, v6e, tpu7x")
+    parser.add_argument("--models", type=some_of(SLICES), default=",".join(SLICES))
+    parser.add_argument("--chips", type=some_of(CHIPS), default=",".join(CHIPS))
     arguments = parser.parse_args()
-    chips = arguments.chips.split(",")
     print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS), flush=True)
     failed = 0
-    for model in arguments.models.split(","):
+    for model in arguments.models:
         for topology, shards in SLICES[model]:
-            if topology.partition(":")[0] in chips:
+            if topology.partition(":")[0] in arguments.chips:
                 cells, good = row(model, topology, shards)
                 failed += not good
                 print("| " + " | ".join(cells) + " |", flush=True)
@@ -103,4 +104,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(run_program(main))

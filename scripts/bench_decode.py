@@ -13,10 +13,13 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import time
 from typing import Any
 
 from twinfer import LLM, SamplingParams
+from twinfer.serving.parser import OneLineParser, json_object, output_file, sizes
+from twinfer.serving.program import run_program
 
 STEPS = 64
 PROMPT = 128
@@ -34,20 +37,19 @@ def seconds(llm: LLM, batch: int, tokens: int, rng: random.Random) -> tuple[floa
 
 def main() -> None:
     """Print a line for each batch size."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True)
     parser.add_argument("--backend", default="torch")
-    parser.add_argument("--batch-sizes", default="1,8,64")
-    parser.add_argument("--options", type=json.loads, default={}, help="engine options as JSON")
-    parser.add_argument("--json", help="file for the results")
+    parser.add_argument("--batch-sizes", type=sizes, default="1,8,64")
+    parser.add_argument("--options", type=json_object, default={}, help="engine options as JSON")
+    parser.add_argument("--json", type=output_file, help="file for the results")
     arguments = parser.parse_args()
-    sizes = [int(size) for size in arguments.batch_sizes.split(",")]
     options: dict[str, Any] = dict(
         load_format="dummy",
         max_model_len=1024,
-        max_num_seqs=max(sizes),
+        max_num_seqs=max(arguments.batch_sizes),
         enable_prefix_caching=False,
     )
     start = time.perf_counter()
@@ -64,8 +66,8 @@ def main() -> None:
         f"{arguments.backend} on {result['device']}: ready in {result['start_s']:.1f} s", flush=True
     )
     rng = random.Random(0)
-    seconds(llm, min(sizes), 4, rng)
-    for size in sizes:
+    seconds(llm, min(arguments.batch_sizes), 4, rng)
+    for size in arguments.batch_sizes:
         runs = [(seconds(llm, size, 1 + STEPS, rng), seconds(llm, size, 1, rng)) for _ in range(3)]
         step, busy = (
             statistics.median(a[i] - b[i] for a, b in runs) / STEPS * 1e3 for i in range(2)
@@ -82,4 +84,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

@@ -13,6 +13,7 @@ import itertools
 import json
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,6 +23,8 @@ import llguidance
 import numpy as np
 
 from twinfer.serving.llm import LLM
+from twinfer.serving.parser import OneLineParser, output_file, whole_number
+from twinfer.serving.program import run_program
 from twinfer.shared import engine, grammars
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.sampling_params import SamplingParams
@@ -152,19 +155,19 @@ class Parts:
 
 def main():
     """Prints a line for each kind of streams."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="demo")
     parser.add_argument("--backend", default="torch")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--streams", type=whole_number(1), default=64)
+    parser.add_argument("--length", type=whole_number(1), default=128)
+    parser.add_argument("--repeats", type=whole_number(1), default=3)
     parser.add_argument("--threads", type=int, default=grammars.MOST_THREADS)
     parser.add_argument("--lexers", type=int, default=grammars.MOST_LEXERS)
     parser.add_argument("--ahead", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", type=output_file, metavar="FILE")
     parser.add_argument("--parts", action="store_true", help="microseconds of a step by part")
     parser.add_argument("--looks", action="store_true", help="the masks alone, without a model")
     arguments = parser.parse_args()
@@ -229,4 +232,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

@@ -23,10 +23,12 @@ def start(flags):
     """The server's process and its address."""
     command = [sys.executable, "-m", "twinfer", "serve", "demo", "--port", "0", *flags]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    for line in process.stderr:
+    line = ""
+    for line in process.stderr:  # the last one says why it did not start
         if found := re.search(r"ready: (\S+)", line):
             return process, found[1]
-    raise SystemExit("the server did not start")
+    print(f"the server did not start: {line.strip()}", file=sys.stderr)
+    raise SystemExit(process.wait())
 
 
 def processor_seconds(pid):

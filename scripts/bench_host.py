@@ -43,6 +43,8 @@ def name_and_folder(text: str) -> tuple[str, str]:
     name, equals, folder = text.partition("=")
     if not (name and equals and folder):
         raise argparse.ArgumentTypeError(f"got {text!r}, must be NAME=DIR")
+    if not Path(folder, "__init__.py").is_file():
+        raise argparse.ArgumentTypeError(f"{folder} is no checkout")
     return name, folder
 
 

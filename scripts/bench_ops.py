@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -25,8 +26,12 @@ import numpy as np
 from twinfer.ops import REGISTRY, resolve
 from twinfer.ops.cases import load_all
 from twinfer.ops.implement import IMPLEMENTATIONS
-from twinfer.ops.testing import TESTING
+from twinfer.ops.testing import FLOATS, TESTING
+from twinfer.serving.parser import OneLineParser, output_file
+from twinfer.serving.program import run_program
+from twinfer.shared.option_text import words
 from twinfer.shared.step import HOST_LENGTHS
+from twinfer.shared.worker import backend_module
 
 REPEATS = 7
 SLOW = 1.0
@@ -171,16 +176,22 @@ def call_prices() -> dict[str, float]:
 
 def main() -> None:
     """Print a table, and the price of a call."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--framework", choices=("jax", "torch"), default="torch")
     parser.add_argument("--device", choices=("cpu", "cuda", "tpu"), default="cpu")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--ops", help="names separated by commas; all if left out")
-    parser.add_argument("--json", help="file for the rows")
+    parser.add_argument("--dtype", choices=FLOATS, default="bfloat16")
+    parser.add_argument("--ops", type=words, help="names separated by commas; all if left out")
+    parser.add_argument("--json", type=output_file, help="file for the rows")
     arguments = parser.parse_args()
     load_all()
+    if unknown := set(arguments.ops or ()) - TESTING.keys():
+        parser.error(
+            f"--ops: got {', '.join(sorted(unknown))}, allowed are {', '.join(sorted(TESTING))}"
+        )
+    if arguments.device != "cpu":
+        backend_module(arguments.framework).find_device(arguments.device)
     device = Device(arguments.framework, arguments.device)
     limit = device.copy_rate()
     plan_hash = resolve(arguments.framework).hash
@@ -189,7 +200,7 @@ def main() -> None:
         f"{where}: a copy moves {limit / 1e9:.0f} GB/s; hash of the plan of native ops {plan_hash}"
     )
     rows = []
-    for op in arguments.ops.split(",") if arguments.ops else sorted(TESTING):
+    for op in arguments.ops or sorted(TESTING):
         dtype = arguments.dtype if arguments.dtype in TESTING[op].dtypes else TESTING[op].dtypes[0]
         for row in bench_op(device, op, dtype, limit):
             rows.append(row)
@@ -213,4 +224,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

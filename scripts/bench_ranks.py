@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from twinfer.bucketing import Descriptor
+from twinfer.serving.parser import OneLineParser, sizes, whole_number
+from twinfer.serving.program import run_program
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.executor.driver import Ranks, Subprocesses
 from twinfer.shared.executor.messages import encode
@@ -74,16 +76,16 @@ def measure(count: int, requests: int) -> dict[str, float]:
 
 def main() -> None:
     """Print a line for each number of ranks."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--requests", type=whole_number(1), default=256)
+    parser.add_argument("--ranks", type=sizes, default="2,4")
     arguments = parser.parse_args()
     print(f"{len(encode(step_of(1, arguments.requests)))} bytes a step")
-    for count in map(int, arguments.ranks.split(",")):
+    for count in arguments.ranks:
         print(f"{count} ranks: {measure(count, arguments.requests)} us")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

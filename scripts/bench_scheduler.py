@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from twinfer.bucketing import Table, decode_ladder, mixed_ladder
+from twinfer.serving.parser import OneLineParser, whole_number
+from twinfer.serving.program import run_program
 from twinfer.shared.packer import pack
 from twinfer.shared.request import Request
 from twinfer.shared.request_table import ScheduledStep
@@ -151,11 +153,11 @@ class Bench:
 
 def main() -> None:
     """Run the benchmark and print a table or JSON."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, nargs="+", default=[16, 64, 256, 1024])
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--requests", type=whole_number(1), nargs="+", default=[16, 64, 256, 1024])
+    parser.add_argument("--steps", type=whole_number(1), default=1000)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of the table"
     )
@@ -202,4 +204,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

@@ -31,6 +31,18 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
+from twinfer.serving.parser import (
+    OneLineParser,
+    json_object,
+    output_file,
+    sizes,
+    some_of,
+    whole_number,
+)
+from twinfer.serving.program import run_program
+from twinfer.shared.models.locate import model_folder
+
+PARTS = ("limits", "sums", "tokens", "graphs", "engines")
 PROVIDERS = ("nccl", "peers")
 ROWS = (1, 4, 16, 64, 256, 512, 1024, 8192)
 WIDTH = 4096
@@ -267,27 +279,27 @@ def settings(world: int) -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     """Run all parts, or one of them as a process of its own."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="llama3-8b")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--batch-sizes", default="1,8,64,256")
-    parser.add_argument("--parts", default="sums,tokens,graphs,engines")
+    parser.add_argument("--ranks", type=whole_number(1), default=2)
+    parser.add_argument("--batch-sizes", type=sizes, default="1,8,64,256")
+    parser.add_argument("--parts", type=some_of(PARTS), default="sums,tokens,graphs,engines")
     parser.add_argument("--only", default="", help="names that begin so: 'tp 1,tp 2 peers'")
-    parser.add_argument("--options", type=json.loads, default={}, help="more, of the engines")
+    parser.add_argument("--options", type=json_object, default={}, help="more, of the engines")
     parser.add_argument("--input-len", type=int, default=128, help="tokens of decode's prompts")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--mixed", type=int, default=0, metavar="REQUESTS")
     parser.add_argument("--patience", type=float, default=150.0, help="seconds for a process")
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=output_file)
     parser.add_argument("--sums", type=int)
     parser.add_argument("--at", default="")
     parser.add_argument("--limits", action="store_true")
     parser.add_argument("--engine", type=json.loads)
     parser.add_argument("--tokens", type=json.loads)
     arguments = parser.parse_args()
-    sizes = [int(size) for size in arguments.batch_sizes.split(",")]
+    model_folder(arguments.model)
     made: Any = None
     if arguments.sums is not None:
         made = sums(arguments.sums, arguments.ranks, arguments.at)
@@ -295,14 +307,14 @@ def main() -> None:
         made = limits()
     elif arguments.engine is not None:
         more = arguments.input_len, arguments.repeats, arguments.mixed
-        made = engine(arguments.model, arguments.engine, sizes, *more)
+        made = engine(arguments.model, arguments.engine, list(arguments.batch_sizes), *more)
     elif arguments.tokens is not None:
         made = tokens(arguments.tokens)
     if made is not None:
         print(json.dumps(made), flush=True)
         return
     result: dict[str, Any] = {"model": arguments.model, "date": time.strftime("%Y-%m-%d")}
-    parts = arguments.parts.split(",")
+    parts = arguments.parts
     begins = tuple(arguments.only.split(","))
     chosen = {n: o for n, o in settings(arguments.ranks).items() if n.startswith(begins)}
 
@@ -343,7 +355,8 @@ def main() -> None:
     if "engines" in parts:
         result["engines"] = {}
         for name, options in chosen.items():
-            words = ["--model", arguments.model, "--batch-sizes", arguments.batch_sizes]
+            batches = ",".join(map(str, arguments.batch_sizes))
+            words = ["--model", arguments.model, "--batch-sizes", batches]
             words += ["--repeats", str(arguments.repeats), "--mixed", str(arguments.mixed)]
             words += ["--input-len", str(arguments.input_len)]
             asked = json.dumps(options | arguments.options)
@@ -353,4 +366,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

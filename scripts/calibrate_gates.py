@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -34,6 +35,8 @@ from twinfer.numerics.questions.model import compare_model
 from twinfer.numerics.questions.served import check_served
 from twinfer.numerics.sides.steps import make_steps
 from twinfer.numerics.sides.subject import Subject, open_subject, parse_target
+from twinfer.serving.parser import OneLineParser, output_file, whole_number
+from twinfer.serving.program import run_program
 from twinfer.shared.models import decoder
 from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.table import keys
@@ -400,11 +403,11 @@ def planned(arguments: argparse.Namespace, done: set[tuple[int, int]]) -> list[l
 
 def main() -> None:
     """Run what is not in the table yet, and print it."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", type=int, default=100, metavar="N")
-    parser.add_argument("--runs-per-model", type=int, default=1, metavar="N")
+    parser.add_argument("--models", type=whole_number(1), default=100, metavar="N")
+    parser.add_argument("--runs-per-model", type=whole_number(1), default=1, metavar="N")
     parser.add_argument("--seed0", type=int, default=0, metavar="S")
     parser.add_argument("--held-back", action="store_true", help="the other half of the population")
     parser.add_argument(
@@ -414,10 +417,12 @@ def main() -> None:
         "--skip", action="append", default=[], choices=tuple(QUESTIONS),
         help="leave runs of this question out; jax takes half of the time",
     )  # fmt: skip
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes")
+    parser.add_argument("--workers", type=whole_number(1), default=1, metavar="N", help="processes")
     parser.add_argument("--seconds", type=float, metavar="S", help="begin no model after so many")
     parser.add_argument("--out", type=Path, metavar="FILE", help="a table that goes on")
     arguments = parser.parse_args()
+    if arguments.out is not None:
+        output_file(str(arguments.out))
     half = HALVES[arguments.held_back]
     rows = [row for row in known(arguments.out) if row["half"] == half]
     todo = planned(arguments, {(row["seed"], row["number"]) for row in rows})
@@ -453,4 +458,4 @@ def note(rows: list[dict[str, Any]], out: Path | None) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

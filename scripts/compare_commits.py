@@ -53,12 +53,13 @@ def run(folder: str, model: str, rest: list[str]) -> dict[str, float]:
         Path(place, "twinfer").symlink_to(Path(folder).resolve())
         path = os.pathsep.join(filter(None, [place, os.environ.get("PYTHONPATH")]))
         out = Path(place, "out.json")
-        subprocess.run(
+        done = subprocess.run(
             [*BENCH, model, *rest, "--json", str(out)],
-            check=True,
             env=os.environ | {"PYTHONPATH": path},
             stdout=sys.stderr,
         )
+        if done.returncode:  # it has said why
+            raise SystemExit(done.returncode)
         return dict(seconds_of(json.loads(out.read_text(encoding="utf-8"))["figures"]))
 
 

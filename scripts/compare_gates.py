@@ -28,6 +28,8 @@ from twinfer.numerics.questions.model import compare_model
 from twinfer.numerics.questions.selftest_model import LAYER, open_model
 from twinfer.numerics.sides.steps import default_prompts, make_steps
 from twinfer.numerics.sides.subject import parse_target
+from twinfer.serving.parser import OneLineParser, output_file
+from twinfer.serving.program import run_program
 
 SEED = 1
 SAME = 0.999
@@ -101,12 +103,12 @@ def look(name: str, backend: str, folder: Path) -> list[Sensitivity]:
 
 def main() -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--backend", choices=("torch", "jax"), default="torch")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these faults (default: all)")
-    parser.add_argument("--json", metavar="FILE", help="write the table")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the table")
     arguments = parser.parse_args()
     names = [name for name, entry in CATALOGUE.items() if entry.place in ("layer", "top")]
     if unknown := set(arguments.only or ()) - set(names):
@@ -135,4 +137,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -25,6 +25,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from twinfer.serving.parser import OneLineParser, output_file, some_of
+from twinfer.serving.program import run_program
 from twinfer.tpu import static_cost
 from twinfer.tpu.platforms import leave_out_libtpu, topology
 
@@ -197,12 +199,12 @@ def show(row: dict[str, Any]) -> str:
 
 def main() -> int:
     """Print the table; the exit status says whether a kernel here costs more."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--chips", default="v5e,v6e", help=f"of {', '.join(CHIPS)}")
+    parser.add_argument("--chips", type=some_of(CHIPS), default="v5e,v6e")
     parser.add_argument("--calls", default="", help="only calls whose name contains this")
-    parser.add_argument("--json", type=Path, help="also write everything here")
+    parser.add_argument("--json", type=output_file, help="also write everything here")
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as name:
@@ -214,16 +216,16 @@ def main() -> int:
             "KiB | worse in |"
         )
         print("|---|---|---|---|---|---|---|---|")
-        for chip in options.chips.split(","):
+        for chip in options.chips:
             device = topology(CHIPS[chip]).devices[0]
             for call in CALLS:
                 if options.calls in call.name:
                     rows.append(compare(call, device, Path(name)))
                     print(show(rows[-1]), flush=True)
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+        Path(options.json).write_text(json.dumps(rows, indent=1))
     return 1 if any(worse(row) for row in rows) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

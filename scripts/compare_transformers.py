@@ -8,6 +8,7 @@ the fastest run counts. The tokens are compared too: a ratio of different texts 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Mapping
 
@@ -16,6 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from twinfer import LLM, SamplingParams
+from twinfer.serving.parser import OneLineParser, whole_number
+from twinfer.serving.program import run_program
 from twinfer.shared.models.locate import model_folder
 
 Tokens = list[list[int]]
@@ -69,15 +72,15 @@ def engine_run(llm: LLM, prompts: Tokens, length: int) -> Callable[[], Tokens]:
 
 def main() -> None:
     """Print a line for each batch size and worker."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="demo", help="a checkpoint folder, or the word demo")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--prompt-len", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--batch-sizes", type=whole_number(1), nargs="+", default=[1, 16])
+    parser.add_argument("--prompt-len", type=whole_number(1), default=64)
+    parser.add_argument("--max-tokens", type=whole_number(1), default=64)
+    parser.add_argument("--repeats", type=whole_number(1), default=7)
     arguments = parser.parse_args()
     print(f"{arguments.model}, {arguments.dtype}, {arguments.prompt_len} + {arguments.max_tokens} "
           "tokens, "
@@ -119,4 +122,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

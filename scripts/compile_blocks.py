@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,6 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from twinfer.bucketing import Descriptor
+from twinfer.serving.parser import OneLineParser, whole_number
+from twinfer.serving.program import run_program
 from twinfer.shared.config import EngineConfig, resolve
 from twinfer.shared.models.config import ModelConfig
 from twinfer.shared.models.config_json import parse_config
@@ -94,12 +97,12 @@ def lines_of(job: ladder.Job) -> int:
 
 def main() -> None:
     """Print a line for each pattern, beside the uniform one."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--layers", type=whole_number(1), default=24)
+    parser.add_argument("--requests", type=whole_number(1), default=64)
+    parser.add_argument("--repeats", type=whole_number(1), default=5)
     arguments = parser.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)
     work = {
@@ -122,4 +125,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

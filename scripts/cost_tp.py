@@ -8,11 +8,15 @@ shared/step_cost.py, and how far it is off.
 from __future__ import annotations
 
 import argparse
-import json
+import sys
+from pathlib import Path
 from typing import Any
 
+from twinfer.serving.parser import OneLineParser, argument, whole_number
+from twinfer.serving.program import run_program
 from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.locate import model_folder
+from twinfer.shared.option_text import biases, json_object
 from twinfer.shared.step_cost import LINKS, number_of_sums, step_ms
 
 BFLOAT16 = 2
@@ -40,31 +44,45 @@ def compare(measured: dict[str, Any]) -> list[tuple[str, float, float]]:
     return rows
 
 
+def results(path: str) -> dict[str, Any]:
+    """What a file of results holds."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    return json_object(text)
+
+
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--measured", help="a file that scripts/bench_tp.py wrote")
+    parser.add_argument(
+        "--measured", type=argument(results), help="a file that scripts/bench_tp.py wrote"
+    )
     parser.add_argument("--model", default="llama3-8b")
-    parser.add_argument("--shards", type=int, default=2)
-    parser.add_argument("--one", default="", help="BATCH:MS of one device, with commas between")
+    parser.add_argument("--shards", type=whole_number(1), default=2)
+    parser.add_argument(
+        "--one",
+        type=argument(biases),
+        default="",
+        help="BATCH:MS of one device, with commas between",
+    )
     parser.add_argument("--link", choices=LINKS, default="peers")
     arguments = parser.parse_args()
     if arguments.measured:
-        with open(arguments.measured, encoding="utf-8") as file:
-            for what, modelled, took in compare(json.load(file)):
-                print(f"{what:42} {modelled:10.2f} {took:10.2f}  {modelled / took - 1:+.1%}")
+        for what, modelled, took in compare(arguments.measured):
+            print(f"{what:42} {modelled:10.2f} {took:10.2f}  {modelled / took - 1:+.1%}")
         return
     link = LINKS[arguments.link]
     print(f"{arguments.link}: {link.source}")
     model = load_config(model_folder(arguments.model))
-    for pair in filter(None, arguments.one.split(",")):
-        batch, one = pair.split(":")
-        took = step_ms(model, float(one), int(batch), BFLOAT16, arguments.shards, link)
-        size = int(batch) * BFLOAT16 * model.hidden_size
+    for batch, one in arguments.one.items():
+        took = step_ms(model, one, batch, BFLOAT16, arguments.shards, link)
+        size = batch * BFLOAT16 * model.hidden_size
         print(f"b = {batch}: {took:.2f} ms, {number_of_sums(model)} sums of {size} bytes")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

@@ -30,9 +30,12 @@ from typing import Any
 
 import twinfer.tests.numerics.faults  # noqa: F401 - it adds to the catalogue
 from twinfer.numerics.faults.catalogue import CATALOGUE
+from twinfer.numerics.judging.gates import MODES
 from twinfer.numerics.questions.selftest_model import CONFIG, write_model
 from twinfer.numerics.sides.fault import faulty
 from twinfer.ops import Op, Plan
+from twinfer.serving.parser import OneLineParser, output_file, some_of, whole_number
+from twinfer.serving.program import run_program
 from twinfer.shared.models import decoder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -593,7 +596,7 @@ def show(result: Result) -> None:
 
 def main() -> int:
     """Run the table."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", action="extend", metavar="NAME")
@@ -601,13 +604,17 @@ def main() -> int:
         "--catalogue", action="store_true", help="faults of the self-test instead of edits"
     )
     parser.add_argument("--backend", choices=("torch", "jax"), help="faults of one backend only")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many at once")
+    parser.add_argument(
+        "--jobs", type=whole_number(1), default=1, metavar="N", help="so many at once"
+    )
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), metavar="S", help="begin none after so many"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the table")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the table")
     parser.add_argument("--list", action="store_true", help="name the faults and end")
-    parser.add_argument("--mode", default="S,P", metavar="S,P", help="modes of the check")
+    parser.add_argument(
+        "--mode", type=some_of(MODES), default="S,P", metavar="S,P", help="modes of the check"
+    )
     arguments = parser.parse_args()
     faults = [*FAULTS]
     if arguments.catalogue:
@@ -624,7 +631,7 @@ def main() -> int:
     if arguments.list:
         print("\n".join(f"{fault.name:40} {fault.backend:5} {fault.file}" for fault in chosen))
         return 0
-    words = ["--mode", arguments.mode]
+    words = ["--mode", ",".join(arguments.mode)]
     found = run(chosen, words, arguments.jobs, arguments.seconds)
     if arguments.json:
         rows = [{name: getattr(r, name) for name in Result.__dataclass_fields__} for r in found]
@@ -639,4 +646,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

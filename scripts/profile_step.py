@@ -14,12 +14,15 @@ import dataclasses
 import itertools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from twinfer.serving.parser import OneLineParser, json_object, output_file, sizes, whole_number
+from twinfer.serving.program import run_program
 from twinfer.shared import engine as engine_module
 from twinfer.shared.config import EngineConfig
 from twinfer.shared.engine import Engine
@@ -125,27 +128,28 @@ def measure(
 
 def parse_arguments() -> argparse.Namespace:
     """What to run, and how."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", default="qwen3-0.6b")
-    parser.add_argument("--batch-sizes", default="1,8,64,256")
+    parser.add_argument("--batch-sizes", type=sizes, default="1,8,64,256")
     parser.add_argument(
         "--penalised",
+        type=sizes,
         default="0",
         help="how many of the requests have a penalty; of several numbers, one after another",
     )
     parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=whole_number(30), default=100)
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--compilation-config", type=json.loads, default={})
+    parser.add_argument("--compilation-config", type=json_object, default={})
     parser.add_argument("--quantization")
-    parser.add_argument("--op-priority", type=json.loads, default={})
+    parser.add_argument("--op-priority", type=json_object, default={})
     parser.add_argument(
         "--kernels", type=int, default=0, help="list this many kernels of a step, by time"
     )
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=output_file)
     return parser.parse_args()
 
 
@@ -182,9 +186,7 @@ def main() -> None:
     clock, ends = Clock(), []
     watch(engine, clock, ends)
     rows = []
-    batches = [int(batch) for batch in arguments.batch_sizes.split(",")]
-    counts = [int(count) for count in arguments.penalised.split(",")]
-    for batch, count in itertools.product(batches, counts):
+    for batch, count in itertools.product(arguments.batch_sizes, arguments.penalised):
         of_engine = engine, clock, ends
         rows.append(measure(*of_engine, batch, count, arguments.prompt, arguments.steps))
         print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
@@ -229,4 +231,4 @@ def show_kernels(engine: Engine, batch: int, arguments: argparse.Namespace) -> N
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

@@ -23,6 +23,8 @@ from typing import Any
 
 from compare_kernels import CHIPS, Call
 
+from twinfer.serving.parser import OneLineParser, sizes, some_of
+from twinfer.serving.program import run_program
 from twinfer.tpu import static_cost
 from twinfer.tpu.kernels import blocks
 from twinfer.tpu.kernels.attention import attend
@@ -128,11 +130,13 @@ def write(table: dict[str, dict[str, Any]]) -> None:
 
 def main() -> int:
     """Rank every shape for every chip."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--chips", default=",".join(CHIPS), help=f"of {', '.join(CHIPS)}")
-    parser.add_argument("--heads", default="8", help="KV heads on a device, such as 8,2,1")
+    parser.add_argument("--chips", type=some_of(CHIPS), default=",".join(CHIPS))
+    parser.add_argument(
+        "--heads", type=sizes, default="8", help="KV heads on a device, such as 8,2,1"
+    )
     parser.add_argument("--group", type=int, default=4, help="query heads to a KV head")
     parser.add_argument("--hdim", type=int, default=128)
     parser.add_argument("--page", type=int, default=128)
@@ -144,9 +148,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         static_cost.dump_to(Path(name))
         leave_out_libtpu()
-        for chip in options.chips.split(","):
+        for chip in options.chips:
             device = topology(CHIPS[chip]).devices[0]
-            for heads in map(int, options.heads.split(",")):
+            for heads in options.heads:
                 call = Call(
                     "ranked", 32, 512, heads=options.group * heads, kv_heads=heads,
                     hdim=options.hdim,
@@ -172,4 +176,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -396,7 +396,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--stdlib", type=Path, action="append", help="another library folder to read (repeatable)"
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # before the work, not after
+        parser.error(f"--out: cannot make {args.out}: {error.strerror}")
+    return args
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +27,17 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tune_kernels import copy_rate, normal, seconds
 
+from twinfer.gpu.devices import find_device
 from twinfer.gpu.kernels import attention
 from twinfer.ops import resolve
 from twinfer.ops.cases import load_all
 from twinfer.ops.cases.attention import paged
 from twinfer.ops.implement import preferred
 from twinfer.ops.testing import Judge, run
+from twinfer.serving.parser import OneLineParser, argument, output_file, sizes, some_of
+from twinfer.serving.program import run_program
 
+KERNELS = ("decode", "prefill", "hopper")
 PAGE = 64
 IN_CACHE = 1 << 28
 """Bytes that are more than the L2 cache holds: smaller caches are read in turns."""
@@ -230,43 +235,57 @@ def measure(
     return found
 
 
+def prompts_of(text: str) -> list[tuple[int, int]]:
+    """Prompts with commas between: slots before the step, and tokens of it."""
+    try:
+        pairs = [prompt.split("+") for prompt in text.split(",")]
+        return [(int(before), int(tokens)) for before, tokens in pairs]
+    except ValueError:
+        raise ValueError(f"{text!r} is not prompts such as 0+8192,24576+8192") from None
+
+
 def main() -> None:
     """Print a line for every candidate, then the best of each kernel and shape."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--kernels", default="decode,prefill,hopper")
-    parser.add_argument("--contexts", default="1024,32768", help="slots of a request, decode")
-    parser.add_argument("--batches", default="1,8,64", help="requests, decode")
+    parser.add_argument("--shapes", type=some_of(SHAPES), default=",".join(SHAPES))
+    parser.add_argument("--kernels", type=some_of(KERNELS), default=",".join(KERNELS))
     parser.add_argument(
-        "--prompts", default="0+8192,24576+8192", help="slots before the step + its tokens"
+        "--contexts", type=sizes, default="1024,32768", help="slots of a request, decode"
     )
-    parser.add_argument("--only", default="", help="numbers of candidates, 0 is the current one")
-    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--batches", type=sizes, default="1,8,64", help="requests, decode")
+    parser.add_argument(
+        "--prompts",
+        type=argument(prompts_of),
+        default="0+8192,24576+8192",
+        help="slots before the step + its tokens",
+    )
+    parser.add_argument(
+        "--only", type=sizes, default="", help="numbers of candidates, 0 is the current one"
+    )
+    parser.add_argument("--json", type=output_file, help="file for the figures")
     options = parser.parse_args()
+    find_device("cuda")
     load_all()
     ops, rate = resolve("torch", preferred("torch", "cuda")).bind(), copy_rate()
     print(f"{torch.cuda.get_device_name()}: a copy moves {rate / 1e12:.2f} TB/s")
     real, rows = attention.config, []
-    batches, contexts = (
-        [int(x) for x in text.split(",")] for text in (options.batches, options.contexts)
-    )
-    prompts = [tuple(map(int, text.split("+"))) for text in options.prompts.split(",")]
-    only = set(map(int, options.only.split(","))) if options.only else None
-    for name in options.shapes.split(","):
-        shape = SHAPES[name.strip()]
-        for kernel in options.kernels.split(","):
+    batches, contexts = list(options.batches), list(options.contexts)
+    only = set(options.only)
+    for name in options.shapes:
+        shape = SHAPES[name]
+        for kernel in options.kernels:
             attention.hopper = lambda which=kernel: which == "hopper"
             if kernel == "hopper" and shape.size not in attention.HOPPER_SIZES:
                 continue
             tried: list[tuple[float, dict[str, int]]] = []
             for number, setting in enumerate(settings(kernel, shape.size)):
-                if only is not None and number not in only:
+                if only and number not in only:
                     continue
                 attention.config = replaced(kernel, setting)
                 try:
-                    found = measure(ops, shape, kernel, rate, batches, contexts, prompts)
+                    found = measure(ops, shape, kernel, rate, batches, contexts, options.prompts)
                 except Exception as error:  # too much shared memory: not a candidate
                     print(f"{name} {kernel} {number} {setting}: {str(error)[:120]}", flush=True)
                     continue
@@ -292,4 +311,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

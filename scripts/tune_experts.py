@@ -24,9 +24,13 @@ from typing import Any, NamedTuple
 import torch
 from tune_narrow import microseconds
 
+from twinfer.gpu.devices import find_device
 from twinfer.gpu.kernels import launch, moe, moe_narrow
+from twinfer.serving.parser import OneLineParser, output_file, sizes, some_of
+from twinfer.serving.program import run_program
 
 ROUTINGS = 16
+KINDS_OF_ROUTING = ("even", "zipf")
 
 
 class Shape(NamedTuple):
@@ -196,24 +200,25 @@ def compile_only(shape: Shape, kind: str, tokens: list[int], job: int, jobs: int
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="gpt-oss-20b")
     parser.add_argument("--kind", choices=BYTES, default="fp4")
-    parser.add_argument("--routing", default="even")
-    parser.add_argument("--tokens", default="1,8,64,256")
-    parser.add_argument("--json", default="")
+    parser.add_argument("--routing", type=some_of(KINDS_OF_ROUTING), default="even")
+    parser.add_argument("--tokens", type=sizes, default="1,8,64,256")
+    parser.add_argument("--json", type=output_file)
     parser.add_argument("--jobs", type=int, default=0)
     parser.add_argument("--compile", default="", help="JOB/JOBS: what a process of --jobs does")
     given = parser.parse_args()
-    tokens, shape = [int(n) for n in given.tokens.split(",")], SHAPES[given.shape]
+    tokens, shape = list(given.tokens), SHAPES[given.shape]
     if given.compile:
         compile_only(shape, given.kind, tokens, *map(int, given.compile.split("/")))
         return
+    find_device("cuda")
     command = [
         sys.executable, __file__, "--shape", given.shape, "--kind", given.kind, "--tokens",
-        given.tokens, "--compile",
+        ",".join(map(str, tokens)), "--compile",
     ]  # fmt: skip
     running = [
         subprocess.Popen([*command, f"{job}/{given.jobs}"], stderr=subprocess.DEVNULL)
@@ -228,7 +233,7 @@ def main() -> None:
     layer = weights(shape, given.kind)
     found = {
         f"{n} {routing}": measure(shape, given.kind, n, routing, layer, rate)
-        for routing in given.routing.split(",")
+        for routing in given.routing
         for n in tokens
     }
     if given.json:
@@ -237,4 +242,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

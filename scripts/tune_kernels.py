@@ -18,13 +18,17 @@ import itertools
 import json
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from twinfer.gpu.devices import find_device
 from twinfer.gpu.kernels import launch
 from twinfer.ops import resolve
+from twinfer.serving.parser import OneLineParser, output_file, some_of
+from twinfer.serving.program import run_program
 from twinfer.shared.models import decoder
 from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.shapes import SHAPES as SHAPE_FILES
@@ -354,13 +358,16 @@ def sweep(kernel: str, ops: Any, native: Any) -> dict[str, int]:
 
 def main() -> None:
     """Sweep if asked to, then print a table."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kernels", default=",".join(WORK))
+    parser.add_argument("--kernels", type=some_of(WORK), default=",".join(WORK))
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--json", help="file for the configurations and the figures")
+    parser.add_argument(
+        "--json", type=output_file, help="file for the configurations and the figures"
+    )
     arguments = parser.parse_args()
+    find_device("cuda")
     from twinfer.ops.implement import preferred
 
     native = resolve("torch", enable=("none",)).bind()
@@ -371,7 +378,7 @@ def main() -> None:
         f"a copy moves {rate / 1e12:.2f} TB/s"
     )
     rows, best = [], {}
-    for kernel in arguments.kernels.split(","):
+    for kernel in arguments.kernels:
         if arguments.sweep and kernel in SWEEPS:
             best[kernel] = sweep(kernel, ops, native)
             print(f"{kernel}: {json.dumps(best[kernel])}", flush=True)
@@ -397,4 +404,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

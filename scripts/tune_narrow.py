@@ -22,8 +22,12 @@ from typing import Any
 
 import torch
 
+from twinfer.gpu.devices import find_device
 from twinfer.gpu.kernels import launch, narrow
+from twinfer.serving.parser import OneLineParser, argument, output_file, sizes, some_of
+from twinfer.serving.program import run_program
 
+KINDS = ("int8", "fp8", "int4", "tokens", "quantises")
 SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
 GEMV = [
     {"block_k": k, "entries": e, "programs": p, "warps": w}
@@ -278,25 +282,34 @@ def compile_only(triples: list[str]) -> None:
     torch.cuda.synchronize()
 
 
+def weights(text: str) -> list[tuple[int, int]]:
+    """Shapes of weights with commas between."""
+    try:
+        pairs = [shape.split("x") for shape in text.split(",")]
+        return [(int(n), int(k)) for n, k in pairs]
+    except ValueError:
+        raise ValueError(f"{text!r} is not shapes such as 6144x4096,4096x4096") from None
+
+
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kinds", default="int8,fp8,int4,tokens")
-    parser.add_argument("--rows", default="1,8,64,2048")
-    parser.add_argument("--shapes", default="", help="of weights, as 6144x4096")
-    parser.add_argument("--json", default="")
+    parser.add_argument("--kinds", type=some_of(KINDS), default="int8,fp8,int4,tokens")
+    parser.add_argument("--rows", type=sizes, default="1,8,64,2048")
+    parser.add_argument("--shapes", type=argument(weights), help="of weights, as 6144x4096")
+    parser.add_argument("--json", type=output_file)
     parser.add_argument("--jobs", type=int, default=0)
     parser.add_argument("--compile", default="")
     arguments_ = parser.parse_args()
     if arguments_.shapes:
-        sizes = (shape.split("x") for shape in arguments_.shapes.split(","))
-        SHAPES[:] = [(int(n), int(k)) for n, k in sizes]
+        SHAPES[:] = arguments_.shapes
     if arguments_.compile:
         compile_only(arguments_.compile.split(","))
         return
-    kinds, rows = arguments_.kinds.split(","), [int(x) for x in arguments_.rows.split(",")]
+    find_device("cuda")
+    kinds, rows = arguments_.kinds, list(arguments_.rows)
     if arguments_.jobs:
         warm(kinds, rows, arguments_.jobs)
     original = launch.config
@@ -312,4 +325,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,11 +26,14 @@ import torch.nn.functional as F
 from tune_kernels import copy_rate
 from tune_narrow import microseconds
 
+from twinfer.gpu.devices import find_device
 from twinfer.gpu.kernels import gemv, launch
 from twinfer.gpu.kernels import rows as row_kernels
 from twinfer.gpu.kernels.held_kernel import STEP
 from twinfer.gpu.precision import pin_precision
 from twinfer.gpu.precompile import compile_together, kernels_noted
+from twinfer.serving.parser import OneLineParser, output_file, sizes, some_of, whole_number
+from twinfer.serving.program import run_program
 from twinfer.shared.models import decoder
 from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.placement import shard_config
@@ -295,24 +299,27 @@ def measured_entries(
 
 def main() -> None:
     """Print the table and the entries."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", default="llama3-8b")
-    parser.add_argument("--rows", default="8,32,64")
-    parser.add_argument("--ranks", type=int, default=1, help="of a model that is divided so")
-    parser.add_argument("--kernels", default="skinny,tiles,held")
-    parser.add_argument("--json", help="file for the entries")
+    parser.add_argument("--shapes", type=some_of(SHAPES), default="llama3-8b")
+    parser.add_argument("--rows", type=sizes, default="8,32,64")
+    parser.add_argument(
+        "--ranks", type=whole_number(1), default=1, help="of a model that is divided so"
+    )
+    parser.add_argument("--kernels", type=some_of(KERNELS), default=",".join(KERNELS))
+    parser.add_argument("--json", type=output_file, help="file for the entries")
     arguments = parser.parse_args()
+    find_device("cuda")
     pin_precision()
-    rate, kernels = copy_rate() / 1e6, arguments.kernels.split(",")
+    rate, kernels = copy_rate() / 1e6, arguments.kernels
     print(f"{torch.cuda.get_device_name()}: a copy moves {rate / 1e6:.2f} TB/s", flush=True)
     best: dict[str, Any] = {}
-    for shape in arguments.shapes.split(","):
+    for shape in arguments.shapes:
         print(f"## {shape}", flush=True)
         for weight in weights_of(shape, arguments.ranks):
             by_kernel: dict[str, dict[int, Found]] = {name: {} for name in kernels}
-            for rows in map(int, arguments.rows.split(",")):
+            for rows in arguments.rows:
                 product = Product(weight, rows)
                 for kernel in kernels:
                     by_kernel[kernel][rows] = tuned(product, weight, kernel, rate)
@@ -330,4 +337,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

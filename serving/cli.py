@@ -6,7 +6,6 @@ is imported when the command runs.
 from __future__ import annotations
 
 import argparse
-import errno
 import io
 import os
 import sys
@@ -16,18 +15,17 @@ from typing import Any
 
 from ..numerics.cli import add_parsers as add_numerics_parsers
 from ..shared.config import DTYPES
-from ..shared.errors import BackendUnavailable, ConfigError, TwinferError
+from ..shared.errors import BackendUnavailable, ConfigError
 from ..shared.models.arguments import WORD, add_model, settle_model
 from .aot import add_flags as add_aot_flags
 from .bench_cli import add_parsers as add_bench_parsers
 from .chat_flags import add_chat
 from .flags import add_engine, add_output, add_prompts, add_sampling
 from .parser import OneLineParser, join_values, size
+from .program import run_program
 from .serve_flags import PORT, add_serve, model_behind_list, port_number
 
 USAGE = "%(prog)s MODEL [options]"
-NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
-"""What a full disk, or a broken one, says to a write."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,32 +51,21 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{flag} stands before the command: twinfer {flag} ... {arguments.command}"
             )
         parser.leaf(arguments).refuse(flags[0])
-    try:
-        if hasattr(arguments, WORD):
-            unknown = settle_model(arguments, unknown or model_behind_list(arguments))
-        if unknown:
-            parser.leaf(arguments).refuse(unknown[0])
-        if arguments.command is None:
-            parser.print_help()
-            return 0
-        code = _run(arguments)
-        sys.stdout.flush()
-        return code
-    except TwinferError as error:
-        print(f"twinfer: error: {_one_line(error)}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        _drop_output()
-        return 1
-    except OSError as error:
-        if error.errno not in NO_SPACE:
-            raise
-        where = "the output" if error.filename is None else str(error.filename)
-        print(f"twinfer: error: cannot write {where}: {error.strerror}", file=sys.stderr)
-        _drop_output()
-        return 1
+    return run_program(lambda: _settle_and_run(parser, arguments, unknown), "twinfer")
+
+
+def _settle_and_run(
+    parser: OneLineParser, arguments: argparse.Namespace, unknown: list[str]
+) -> int:
+    """Run the command. `unknown` words may be its model."""
+    if hasattr(arguments, WORD):
+        unknown = settle_model(arguments, unknown or model_behind_list(arguments))
+    if unknown:
+        parser.leaf(arguments).refuse(unknown[0])
+    if arguments.command is None:
+        parser.print_help()
+        return 0
+    return _run(arguments)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -110,17 +97,6 @@ def _open_streams() -> None:
                 os.close(nowhere)
             os.set_inheritable(number, True)  # processes that are started need it too
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
-
-
-def _drop_output() -> None:
-    """Nobody takes the output any more; a second complaint when Python flushes at its end would
-    help nobody.
-    """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:

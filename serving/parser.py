@@ -6,7 +6,7 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
@@ -66,7 +66,8 @@ class OneLineParser(argparse.ArgumentParser):
     """Complains in one line."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options, allow_abbrev=False, formatter_class=HelpFormatter)
+        options.setdefault("formatter_class", HelpFormatter)
+        super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         """Print the complaint and leave with exit code 2."""
@@ -222,5 +223,26 @@ def check_writable(path: str) -> None:
         raise ConfigError(f"json: cannot write {path}: {error.strerror or error}") from error
 
 
+def some_of(allowed: Iterable[str]) -> Callable[[str], list[str]]:
+    """A reader of words with commas between, each of them allowed, for argparse."""
+    known = list(allowed)
+
+    def read(text: str) -> list[str]:
+        words = list(option_text.words(text))
+        if not words or not set(words) <= set(known):
+            raise argparse.ArgumentTypeError(f"got {text}, allowed are {', '.join(known)}")
+        return words
+
+    return read
+
+
+def output_file(path: str) -> str:
+    """A reader of files for results, for argparse, which are tried at once. Raises ConfigError."""
+    check_writable(path)
+    return path
+
+
 size = argument(option_text.size)
+sizes = argument(option_text.sizes)
+json_object = argument(option_text.json_object)
 token_ids = argument(option_text.token_ids)

@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable
 
 from ..shared.models.arguments import WORD
-from ..shared.option_text import json_object, json_value
+from ..shared.option_text import json_value
 from .flags import add_chat_template, add_generation_config
-from .parser import argument, not_empty, whole_number
+from .parser import json_object, not_empty, whole_number
 
 PORT = 8000
 KEY_VARIABLE = "TWINFER_API_KEY"
@@ -155,7 +155,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add_generation_config(g)
     g.add_argument(
         "--override-generation-config",
-        type=argument(json_object),
+        type=json_object,
         default={},
         metavar="JSON",
         help="fields that go before those of generation_config.json, such as "
@@ -164,7 +164,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add_chat_template(g)
     g.add_argument(
         "--default-chat-template-kwargs",
-        type=argument(json_object),
+        type=json_object,
         default={},
         metavar="JSON",
         help="what a request's chat_template_kwargs go before, such as "

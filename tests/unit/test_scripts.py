@@ -1,0 +1,111 @@
+"""What scripts/ say to wrong input: one line, and exit code 2."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from twinfer.serving.program import run_program
+from twinfer.shared.errors import BackendUnavailable, ConfigError
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+NO_PROGRAMS = {
+    "bench_front.py": "the server that it starts says it",
+    "bench_host.py": "imports the package of other checkouts",
+    "check_docs.py": "has no arguments",
+    "compare_commits.py": "the benchmark that it starts says it",
+    "selftest.py": "is the command line",
+    "train_demo_model.py": "imports nothing of the package",
+    "write_options.py": "has one switch",
+}
+"""Scripts that do not end by `run_program`, and why."""
+WRONG = {
+    "aot_table.py": (["--models", "nosuch"], "argument --models: got nosuch, allowed are "),
+    "bench_decode.py": (["--model", "/nowhere"], "model: no such folder: /nowhere"),
+    "bench_forms.py": (["--json", "/nowhere/x"], "json: cannot write /nowhere/x"),
+    "bench_front.py": (["--dtype", "foo"], "argument --dtype: invalid choice: 'foo'"),
+    "bench_host.py": (["--against", "a=/nowhere"], "/nowhere is no checkout"),
+    "bench_ops.py": (["--ops", "nosuch"], "--ops: got nosuch, allowed are add, "),
+    "bench_ranks.py": (["--ranks", "x"], "argument --ranks: 'x' is not a number"),
+    "bench_scheduler.py": (["--requests", "0"], "argument --requests: got 0, allowed is 1 to "),
+    "bench_tp.py": (["--parts", "x"], "argument --parts: got x, allowed are limits, "),
+    "calibrate_gates.py": (["--out", "/nowhere/x"], "json: cannot write /nowhere/x"),
+    "compare_commits.py": (
+        ["--against", "a=/nowhere", "--models", "demo"], "/nowhere is no checkout",
+    ),
+    "compare_gates.py": (["--only", "nosuch"], "--only: got nosuch, allowed are "),
+    "compare_kernels.py": (["--chips", "v9"], "argument --chips: got v9, allowed are v4, "),
+    "compare_transformers.py": (["--model", "/nowhere"], "model: no such folder: /nowhere"),
+    "compile_blocks.py": (["--layers", "0"], "argument --layers: got 0"),
+    "cost_tp.py": (["--measured", "/nowhere"], "argument --measured: cannot read /nowhere"),
+    "plant_faults.py": (["--mode", "Z"], "argument --mode: got Z, allowed are S, P"),
+    "profile_step.py": (["--shape", "nosuch"], "model: no such folder: nosuch"),
+    "rank_blocks.py": (["--heads", "x"], "argument --heads: 'x' is not a number"),
+    "selftest.py": (["--model", "x"], "unknown argument --model"),
+    "train_demo_model.py": (["--out", "/proc/x"], "--out: cannot make /proc/x"),
+    "tune_attention.py": (["--prompts", "5"], "argument --prompts: '5' is not prompts such as "),
+    "tune_experts.py": (["--routing", "x"], "argument --routing: got x, allowed are even, zipf"),
+    "tune_kernels.py": (["--kernels", "nosuch"], "argument --kernels: got nosuch, allowed are "),
+    "tune_narrow.py": (["--shapes", "x"], "argument --shapes: 'x' is not shapes such as "),
+    "tune_products.py": (["--rows", "x"], "argument --rows: 'x' is not a number"),
+}  # fmt: skip
+"""By script, arguments that are wrong, and what is said."""
+QUICK = {"aot_table.py", "bench_scheduler.py", "cost_tp.py"}
+"""Those that import no framework."""
+
+
+def test_every_script_ends_as_a_program():
+    for path in SCRIPTS.glob("*.py"):
+        assert ("run_program(main)" in path.read_text()) == (path.name not in NO_PROGRAMS), path
+
+
+def test_every_script_with_arguments_is_tried():
+    names = {path.name for path in SCRIPTS.glob("*.py")}
+    assert names - set(WRONG) == {"check_docs.py", "write_options.py"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in sorted(WRONG)],
+)
+def test_wrong_input_is_said(name):
+    arguments, words = WRONG[name]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / name), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ConfigError("a: got 1,\n allowed is 2"), 2, "x: error: a: got 1, allowed is 2\n"),
+        (BackendUnavailable("device: none"), 4, "x: error: device: none\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (OSError(28, "No space left on device", "f"), 1, "x: error: cannot write f: No space left"),
+    ],
+    ids=str,
+)
+def test_the_end_of_a_program(error, code, said, capsys, monkeypatch):
+    def work():
+        raise error
+
+    monkeypatch.setattr("twinfer.serving.program._drop_output", lambda: None)
+    assert run_program(work, "x") == code
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_what_nobody_foresaw_is_not_hidden():
+    def work():
+        raise FileNotFoundError(2, "No such file or directory", "f")
+
+    with pytest.raises(FileNotFoundError):
+        run_program(work, "x")
+    assert run_program(lambda: None, "x") == 0
+    assert run_program(lambda: 3, "x") == 3
