@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from ..shared.detokenizer import Detokenizer
 from ..shared.engine import TokenLogprobs, Update
@@ -12,8 +13,21 @@ from ..shared.tokenizer import Tokenizer
 from .outputs import CompletionOutput
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A token that says something and is not part of the text: it stands before the character
+    `place` of that, and is the completion's token `number`.
+    """
+
+    token_id: int
+    place: int
+    number: int
+
+
 class Completion:
-    """Turns the updates of one engine request into a `CompletionOutput`."""
+    """Turns the updates of one engine request into a `CompletionOutput`. `mark_ids` are tokens
+    without a text whose places are to be told: `marks`.
+    """
 
     def __init__(
         self,
@@ -25,6 +39,8 @@ class Completion:
         self.output = CompletionOutput(index)
         self.done = False
         self.num_cached_tokens = 0
+        self.mark_ids: Collection[int] = ()
+        self.marks: list[Mark] = []
         self._params = params
         if params.logprobs is not None:
             self.output.logprobs = []
@@ -73,6 +89,9 @@ class Completion:
         # The token that ends a request belongs to its ids, not to its text.
         if reason is not FinishReason.STOP or params.include_stop_str_in_output:
             output.text += self._text.append([token])
+        if token in self.mark_ids:
+            output.text += self._text.settle()
+            self.marks.append(Mark(token, len(output.text), len(output.token_ids) - 1))
         self._look_for_stop()
 
     def _look_for_stop(self) -> None:

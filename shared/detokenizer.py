@@ -71,6 +71,18 @@ class Detokenizer:
             text += self._release(self._stream.push(token_id))
         return text
 
+    def settle(self) -> str:
+        """The text that was held back, where what follows does not go on with it: neither a
+        character nor a stop string is made of both.
+        """
+        if self.stopped is not None:
+            return ""
+        text = self._release(self._stream.flush())
+        if self.stopped is None and self._matcher is not None:
+            text, self._held = text + self._held, ""
+            self._matcher.forget()
+        return text
+
     def finish(self) -> str:
         """The text that was held back: incomplete characters as U+FFFD, and what might have
         become a stop string.
@@ -143,6 +155,10 @@ class _StopMatcher:
     def pending(self) -> int:
         """Characters at the end of the text that may begin a stop string."""
         return self._depth[self._state]
+
+    def forget(self) -> None:
+        """Begin anew: what was read is part of no string."""
+        self._state = 0
 
     def scan(self, text: str, active: bool) -> tuple[str | None, int]:
         """Read on. The first stop string that ends in `text` and where it ends; (None, 0) if
@@ -309,12 +325,14 @@ class _WindowStream:
         text = self._text()
         if text.endswith(REPLACEMENT) and len(self._new) < _INCOMPLETE_TOKENS:
             return ""
-        self._context = [*self._context, *self._new][-self.CONTEXT :]
-        self._new = []
-        return text
+        return self._settled(text)
 
     def flush(self) -> str:
-        text, self._new = self._text(), []
+        return self._settled(self._text())
+
+    def _settled(self, text: str) -> str:
+        self._context = [*self._context, *self._new][-self.CONTEXT :]
+        self._new = []
         return text
 
     def _text(self) -> str:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 from ...shared.engine import TokenLogprobs, Update
 from ...shared.errors import RequestError, TwinferError
 from ...shared.request import NO_TOKEN, FinishReason
 from ...shared.sampling_params import SamplingParams
 from ...shared.tokenizer import Tokenizer
-from ..completion import Completion
+from ..completion import Completion, Mark
 from ..outputs import CompletionOutput
 
 
 @dataclass(slots=True)
 class News:
     """What came for one completion since it was last asked: text, tokens, and in the last one why
-    it ended. `first`: nothing of this completion was told before.
+    it ended. `first`: nothing of this completion was told before. `marks` stand at places of
+    `text`, but their numbers count all tokens of the completion.
     """
 
     index: int
@@ -29,6 +30,7 @@ class News:
     finish_reason: str | None
     stop_reason: str | int | None
     first: bool
+    marks: list[Mark] = field(default_factory=list)
 
 
 class Live:
@@ -70,6 +72,12 @@ class Live:
         self.begun: list[float | None] = [None] * len(settings)
         """When the engine has begun with each completion."""
         self._told = [(0, 0, False) for _ in settings]
+        self._told_marks = [0] * len(settings)
+
+    def look_for(self, mark_ids: Collection[int]) -> None:
+        """Have `news` tell where these tokens, which have no text, stand."""
+        for part in self.completions:
+            part.mark_ids = mark_ids
 
     @property
     def done(self) -> bool:
@@ -140,8 +148,13 @@ class Live:
                     reason,
                     output.stop_reason if reason else None,
                     tokens == 0,
+                    [
+                        replace(mark, place=mark.place - characters)
+                        for mark in part.marks[self._told_marks[index] :]
+                    ],
                 )
             )
+            self._told_marks[index] = len(part.marks)
             self._told[index] = (len(output.text), count, part.done)
         return found
 

@@ -2,12 +2,14 @@
 
 import pytest
 
-from twinfer.serving.completion import Completion
+from twinfer.serving.completion import Completion, Mark
 from twinfer.shared.engine import Logprob, Update
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.request import NO_TOKEN, NOT_FINITE, FinishReason
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.tokenizer import Tokenizer
+
+from .written_texts import byte_tokenizer
 
 TEXT = "def read(path):\n    return path.name\n"
 
@@ -79,3 +81,31 @@ def test_each_token_brings_its_log_probability():
     _, completion = complete(None, [Update("r", (1, 2), FinishReason.LENGTH, found)], logprobs=0)
     assert completion.output.logprobs == found
     assert completion.output.cumulative_logprob == -0.75
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
+def test_marks_are_told_of_by_their_places(at_once, reason):
+    """Also the one that ends the request, and where a text waits for the rest of a stop string or
+    of a character.
+    """
+    tokenizer = byte_tokenizer(["<a>", "<b>"])
+    first, second = tokenizer.token_id("<a>"), tokenizer.token_id("<b>")
+    ids = tokenizer.encode("xy<a>zé<b>", False)
+    ids = [*ids[:-2], ids[-1]]  # half of a character
+    completion = Completion(
+        0, [5], SamplingParams(stop=("yz", "y<a>z", "�q"), max_tokens=99), tokenizer
+    )
+    completion.mark_ids = {first, second}
+    for update in updates(ids, reason, at_once=at_once):
+        completion.take(update)
+    assert (completion.output.text, completion.output.stop_reason) == ("xyz�", None)
+    assert completion.marks == [Mark(first, 2, 2), Mark(second, 4, 5)]
+
+
+def test_a_mark_behind_a_stop_string_is_none():
+    tokenizer = byte_tokenizer(["<a>"])
+    completion = Completion(0, [5], SamplingParams(stop=("y",)), tokenizer)
+    completion.mark_ids = {tokenizer.token_id("<a>")}
+    completion.take(Update("r", tuple(tokenizer.encode("xy<a>z", False))))
+    assert (completion.output.text, completion.marks) == ("x", [])

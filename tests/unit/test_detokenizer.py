@@ -411,6 +411,32 @@ def test_the_prompt_is_not_searched():
     assert detokenizer.stopped is None
 
 
+@pytest.mark.parametrize("name", ["gemma", "words", "wordpiece"])
+def test_texts_go_on_behind_a_place_where_all_is_settled(name):
+    tokenizer = TOKENIZERS[name]
+    tokens = [tokenizer.token_id(token) for token in ("a", "b", "the", "a")]
+    detokenizer = Detokenizer(tokenizer)
+    text = ""
+    for token in tokens:
+        text += detokenizer.append([token]) + detokenizer.settle()
+    assert text + detokenizer.finish() == tokenizer.decode(tokens)
+
+
+def test_what_is_settled_begins_neither_a_stop_string_nor_a_character():
+    tokenizer = TOKENIZERS["gemma"]
+    a, b, byte, rest = (tokenizer.token_id(t) for t in ("a", "b", "<0xC3>", "<0xA9>"))
+    detokenizer = Detokenizer(tokenizer, stop=("ab", "ba"))
+    assert detokenizer.append([a]) == ""
+    assert detokenizer.settle() == "a"
+    assert detokenizer.append([b]) == ""
+    assert detokenizer.settle() == "b"
+    assert detokenizer.append([byte]) == ""
+    assert detokenizer.settle() == "\ufffd"
+    assert detokenizer.append([rest]) + detokenizer.settle() == "\ufffd"
+    assert detokenizer.append([a, b]) + detokenizer.settle() == ""
+    assert (detokenizer.stopped, detokenizer.settle(), detokenizer.finish()) == ("ab", "", "")
+
+
 def test_nothing_follows_finish():
     detokenizer = Detokenizer(TOKENIZERS["gemma"])
     detokenizer.finish()

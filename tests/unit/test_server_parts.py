@@ -36,6 +36,8 @@ from twinfer.shared.request import FinishReason
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.scheduler import SchedulerMetrics
 
+from .written_texts import byte_tokenizer
+
 TOKEN = st.integers(0, 2**31 - 1)
 BEST = st.dictionaries(
     TOKEN, st.builds(Logprob, st.floats(-9999, 0), st.integers(1, 10**6)), min_size=1, max_size=4
@@ -297,6 +299,29 @@ def test_news_are_told_once_and_together():
         assert not one.done
 
     asyncio.run(check())
+
+
+def test_news_tell_of_marks_where_they_stand_in_new_text():
+    tokenizer = byte_tokenizer(["<a>"])
+    (mark,) = tokenizer.encode("<a>", False)
+    ids = tokenizer.encode("xy<a>z<a>", False)
+
+    async def check(size):
+        one = Live([1], [SamplingParams(max_tokens=99)], tokenizer)
+        one.look_for({mark})
+        text, places = "", []
+        for place in range(0, len(ids), size):
+            one.take(0, Update("1", tuple(ids[place : place + size])))
+            for news in one.news():
+                for found in news.marks:
+                    assert 0 <= found.place <= len(news.text)
+                    assert ids[found.number] == found.token_id == mark
+                    places.append(len(text) + found.place)
+                text += news.text
+        assert (text, places) == ("xyz", [2, 3])
+
+    for size in (1, 2, 5):
+        asyncio.run(check(size))
 
 
 def test_news_may_wait_for_more_tokens():
