@@ -138,7 +138,9 @@ OTHER_VALUES = {
     ("--load-format", "safetensors"): "say auto",
     ("--max-model-len", "-1"): "leave it out: it is what the model allows",
     ("--max-model-len", "auto"): "leave it out: it is what the model allows",
+    ("--tool-call-parser", "gpt-oss"): "say harmony",
     ("--tool-call-parser", "llama4_json"): "say llama3_json",
+    ("--tool-call-parser", "openai"): "say harmony",
     ("--tool-call-parser", "qwen3_xml"): "say qwen3_coder",
 } | {
     ("--quantization", scheme): "leave it out: a checkpoint's own scheme is read without it"

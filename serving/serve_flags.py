@@ -17,6 +17,7 @@ KEY_VARIABLE = "TWINFER_API_KEY"
 """Where a server and its clients find its key if no flag says it."""
 PARSERS = (
     "auto", "none", "think", "hermes", "qwen", "qwen3_coder", "glm45", "llama3_json", "mistral",
+    "harmony",
 )  # fmt: skip
 
 _ORIGIN = (

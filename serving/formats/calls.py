@@ -5,6 +5,7 @@ alone.
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable
 
 from .json_text import SPACE, JsonValue, is_object
@@ -153,3 +154,8 @@ class CallReader:
         if not self.whole:
             self.pieces.append("{}")
         self.whole = self.done = True
+
+
+def long_id() -> str:
+    """A new id of a call."""
+    return f"call_{secrets.token_hex(12)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...shared.tokenizer import Tokenizer
+from .marks import missing_marks
 from .response_template import from_response_template
 from .table import FORMATS, Format
 
@@ -16,6 +17,8 @@ def detect_format(tokenizer: Tokenizer, template: str | None = None) -> Format:
     declared = from_response_template(tokenizer.response_template)
     if declared is not None:
         return declared
+    if not missing_marks(FORMATS["harmony"], tokenizer):
+        return FORMATS["harmony"]
     own = tokenizer.chat_templates
     source = template or own.get("tool_use") or own.get("default") or ""
 

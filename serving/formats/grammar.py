@@ -42,11 +42,11 @@ class AnswerGrammar:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """A value of `schema`, behind reasoning."""
-        return self._whole("answer", f"answer: {_json(schema)}\n")
+        return self._whole("answer", f"answer: {as_rule(schema)}\n")
 
     def choice(self, texts: Sequence[str]) -> str:
         """One of some texts, behind reasoning."""
-        return self._whole("answer", f"answer: {' | '.join(map(_literal, texts))}\n")
+        return self._whole("answer", f"answer: {' | '.join(map(literal, texts))}\n")
 
     def calls(self, tools: Sequence[Mapping[str, Any]], *, several: bool) -> str:
         """One call of one of `tools`, or `several`, behind reasoning. Raises RequestError if the
@@ -85,7 +85,7 @@ class AnswerGrammar:
         opened = f"PLAIN {self._mark(mark)}"
         if self._token_id(mark) is None:
             opened = "opened"
-            rules += f"opened[suffix={_literal(mark)}]: TEXT\n"
+            rules += f"opened[suffix={literal(mark)}]: TEXT\n"
         one = self._between(calls, several, opened)
         body = f"({one})* PLAIN" if several else f"{one} | PLAIN"
         return self._whole(f"({body})", rules)
@@ -100,13 +100,13 @@ class AnswerGrammar:
         if end is not None:
             rules += f"think: {begin}TEXT <[{end}]> SPACE\n"
         else:
-            rules += f"think: {begin}thought SPACE\nthought[suffix={_literal(think[1])}]: TEXT\n"
+            rules += f"think: {begin}thought SPACE\nthought[suffix={literal(think[1])}]: TEXT\n"
         return f"start: think{'' if opened else '?'} {body}\n{rules}"
 
     def _marked(self, calls: Calls, several: bool) -> str:
         """A `call` between its marks, or several."""
         if calls.bare:
-            return f"call ({_literal(calls.separator)} SPACE call)*" if several else "call"
+            return f"call ({literal(calls.separator)} SPACE call)*" if several else "call"
         one = self._between(calls, several, self._mark(calls.open))
         if calls.listed and not self._is_named(calls):
             return one
@@ -122,7 +122,7 @@ class AnswerGrammar:
 
     def _mark(self, text: str) -> str:
         number = self._token_id(text)
-        return _literal(text) if number is None else f"<[{number}]>"
+        return literal(text) if number is None else f"<[{number}]>"
 
     def _is_named(self, calls: Calls) -> bool:
         return calls.named and self._token_id("[ARGS]") is not None
@@ -136,23 +136,30 @@ class AnswerGrammar:
         """`call` and what it needs; of all tools if nobody says which are `strict`."""
         rules = "call: " + " | ".join(f"call_{i}" for i in range(len(tools))) + "\n"
         for i, tool in enumerate(tools):
-            function = tool["function"]
-            schema = function.get("parameters") or {}
-            if isinstance(schema, dict):  # arguments are an object, whatever else it would take
-                schema = schema | {"type": "object"}
-            if strict is not None and function["name"] not in strict:
-                schema = {"type": "object"}
+            function, schema = tool["function"], argument_schema(tool, strict)
             if calls.tags is not None:
                 rules += tag_rules(calls.tags, i, function["name"], schema)
                 continue
             if self._is_named(calls):
-                head, tail = f"{_literal(function['name'])} {self._mark('[ARGS]')}", ""
+                head, tail = f"{literal(function['name'])} {self._mark('[ARGS]')}", ""
             else:
                 key = calls.argument_keys[0]
                 text = f'{{"name": {json.dumps(function["name"])}, "{key}": '
-                head, tail = _literal(text), ' "}"'
-            rules += f"call_{i}: {head} arguments_{i}{tail}\narguments_{i}: {_json(schema)}\n"
+                head, tail = literal(text), ' "}"'
+            rules += f"call_{i}: {head} arguments_{i}{tail}\narguments_{i}: {as_rule(schema)}\n"
         return rules
+
+
+def argument_schema(tool: Mapping[str, Any], strict: Collection[str] | None) -> Any:
+    """What the arguments of a tool keep to: its schema, if it is among `strict`, or nobody says
+    which tools are.
+    """
+    function = tool["function"]
+    if strict is not None and function["name"] not in strict:
+        return {"type": "object"}
+    schema = function.get("parameters") or {}
+    # They are an object, whatever else it would take.
+    return schema | {"type": "object"} if isinstance(schema, dict) else schema
 
 
 TAGGED = ("type", "properties", "required", "additionalProperties", "$defs", "definitions")
@@ -174,27 +181,27 @@ def tag_rules(tags: Tags, number: int, name: str, schema: Any) -> str:
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     for place, (key, one) in enumerate(named.items()):
         rule = f"value_{number}_{place}"
-        part = f"{_literal(tags.key[0] + key)} {_opened(tags)} {rule} SPACE"
+        part = f"{literal(tags.key[0] + key)} {_opened(tags)} {rule} SPACE"
         parts.append(part if key in required else f"({part})?")
         rules += _value_rule(tags, rule, name, key, one, shared)
     if not named:
-        parts.append(f"({_literal(tags.key[0])} KEY {_opened(tags)} value_{number} SPACE)*")
+        parts.append(f"({literal(tags.key[0])} KEY {_opened(tags)} value_{number} SPACE)*")
         rules += f"KEY: /[^<>\\n]+/\n{_free_value(tags, f'value_{number}')}"
-    head = _literal(tags.name[0] + name + tags.name[1])
-    end = f" {_literal(tags.end)}" if tags.end else ""
+    head = literal(tags.name[0] + name + tags.name[1])
+    end = f" {literal(tags.end)}" if tags.end else ""
     return f"call_{number}: {head} SPACE {' '.join(parts)}{end}\n{rules}"
 
 
 def _opened(tags: Tags) -> str:
     """What stands between a key and its value."""
     if tags.value[0]:
-        return f"{_literal(tags.key[1])} SPACE {_literal(tags.value[0])}"
-    return _literal(tags.key[1] + ("\n" if tags.lines else ""))
+        return f"{literal(tags.key[1])} SPACE {literal(tags.value[0])}"
+    return literal(tags.key[1] + ("\n" if tags.lines else ""))
 
 
 def _free_value(tags: Tags, rule: str) -> str:
     """Any text up to the mark behind it, which is part of it here."""
-    return f"{rule}[suffix={_literal(tags.value[1])}]: TEXT\n"
+    return f"{rule}[suffix={literal(tags.value[1])}]: TEXT\n"
 
 
 def _value_rule(
@@ -202,13 +209,13 @@ def _value_rule(
 ) -> str:
     """A value with what stands behind it."""
     kinds = kinds_of({"properties": {key: one}}, key)
-    close = _literal(("\n" if tags.lines else "") + tags.value[1])
+    close = literal(("\n" if tags.lines else "") + tags.value[1])
     one = one if isinstance(one, Mapping) else {}
     choices = one.get("enum", [one["const"]] if "const" in one else None)
     if choices and all(isinstance(choice, str) for choice in choices):
-        return f"{rule}: ({' | '.join(map(_literal, choices))}) {close}\n"
+        return f"{rule}: ({' | '.join(map(literal, choices))}) {close}\n"
     if kinds is not None and "string" not in kinds:
-        return f"{rule}: {rule}_json {close}\n{rule}_json: {_json({**shared, **one})}\n"
+        return f"{rule}: {rule}_json {close}\n{rule}_json: {as_rule({**shared, **one})}\n"
     if kinds is None and one.keys() - {*TOLD}:
         raise _unbound(name, f"the type of {key!r} is not said")
     if limits := [word for word in LIMITS if word in one]:
@@ -230,11 +237,13 @@ def _within(mark: str) -> str:
     return f"/(?s:.*{escaped}.*)/"
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
+    """A text as a grammar has it."""
     return json.dumps(text, ensure_ascii=False)
 
 
-def _json(schema: Any) -> str:
+def as_rule(schema: Any) -> str:
+    """JSON that keeps to a schema, as a grammar has it."""
     if isinstance(schema, Mapping):
         schema = {**schema, "x-guidance": JSON_OPTIONS}
     return f"%json {json.dumps(schema)}"

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from ...shared.errors import InternalError
 from ...shared.tokenizer import Tokenizer
-from .calls import MAX_HELD, CallReader
+from .calls import MAX_HELD, CallReader, long_id
 from .events import (
     ContentText,
     Event,
@@ -26,6 +26,8 @@ from .events import (
     ToolCallStart,
 )
 from .json_text import held_size
+from .marks import hidden_marks
+from .messages import MessageParser
 from .table import Calls, Format, find_format
 from .tags import TagReader
 
@@ -75,8 +77,8 @@ class OutputParser:
         self._tools = None if tools is None else frozenset(tools)
         self._schemas = tools if isinstance(tools, Mapping) else {}
         self._calls = self._format.calls if tools is None or tools else None
-        self._new_id = new_id or (_short_id if self._calls and self._calls.short_ids else _long_id)
-        self._hidden = _hidden_marks(self._format, tokenizer) if skip_special_tokens else {}
+        self._new_id = new_id or (_short_id if self._calls and self._calls.short_ids else long_id)
+        self._hidden = hidden_marks(self._format, tokenizer) if skip_special_tokens else {}
         self._events: list[Event] = []
         self._rest = ""
         self._space = ""
@@ -99,7 +101,7 @@ class OutputParser:
         """Take a token and the text that it settled, or text alone (None). What became certain."""
         self._check_open()
         self._take(text)
-        if token_id in self._hidden:
+        if token_id is not None and token_id in self._hidden:
             self._take(self._hidden[token_id])
         return self._flush()
 
@@ -323,6 +325,22 @@ class OutputParser:
         return events
 
 
+Parser = OutputParser | MessageParser
+
+
+def open_parser(
+    format: Format,
+    tokenizer: Tokenizer | None = None,
+    prompt_tail: str = "",
+    tools: Collection[str] | None = None,
+    skip_special_tokens: bool = True,
+    new_id: Callable[[], str] | None = None,
+) -> Parser:
+    """The parser of a format, with the parameters of `OutputParser`."""
+    parser = OutputParser if format.messages is None else MessageParser
+    return parser(format, tokenizer, prompt_tail, tools, skip_special_tokens, new_id)
+
+
 def parse(
     text: str,
     format: Format | str,
@@ -330,31 +348,15 @@ def parse(
     tools: Collection[str] | None = None,
     reason: str = "stop",
 ) -> ParsedMessage:
-    """A whole message, its marks spelled out: what `OutputParser` makes of it. Raises
+    """A whole message, its marks spelled out: what a format's parser makes of it. Raises
     ConfigError.
     """
-    parser = OutputParser(format, None, prompt_tail, tools)
+    form = find_format(format) if isinstance(format, str) else format
+    parser = open_parser(form, None, prompt_tail, tools)
     message = ParsedMessage()
     for event in [*parser.push(None, text), *parser.finish(reason)]:
         message.add(event)
     return message
-
-
-def hides_marks(format: Format, tokenizer: Tokenizer) -> bool:
-    """Whether skipping special tokens takes marks out of the text.
-
-    `OutputParser` then needs every token with the text that is its own. Where texts of several
-    tokens come as one, or stop strings hold text back, ask for `skip_special_tokens=False`.
-    """
-    return bool(_hidden_marks(format, tokenizer))
-
-
-def _hidden_marks(form: Format, tokenizer: Tokenizer | None) -> dict[int | None, str]:
-    """Marks that are special tokens, by id."""
-    if tokenizer is None:
-        return {}
-    ids = {tokenizer.token_id(mark): mark for mark in form.marks}
-    return {token_id: mark for token_id, mark in ids.items() if token_id in tokenizer.special_ids}
 
 
 @lru_cache(maxsize=256)
@@ -369,7 +371,3 @@ def _space_end(text: str, place: int) -> int:
 
 def _short_id() -> str:
     return "".join(secrets.choice(_LETTERS) for _ in range(9))
-
-
-def _long_id() -> str:
-    return f"call_{secrets.token_hex(12)}"

@@ -46,21 +46,48 @@ class Calls:
 
 
 @dataclass(frozen=True, slots=True)
+class Messages:
+    """The marks of an answer that is a row of messages, each with a header: `start`, the role,
+    `channel` and its name, `message`, the text, `end`.
+
+    A recipient, such as to=functions.f, stands behind the role or the channel's name; `constrain`
+    goes before what the text is, such as json. `stops` end a message and the whole answer.
+    """
+
+    start: str
+    channel: str
+    constrain: str
+    message: str
+    end: str
+    stops: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Format:
-    """What a parser looks for. `think` are the marks around reasoning."""
+    """What a parser looks for. `think` are the marks around reasoning. Where there are `messages`,
+    these tell reasoning, calls and the answer apart, and nothing else does.
+    """
 
     name: str
     think: tuple[str, str] | None = None
     calls: Calls | None = None
+    messages: Messages | None = None
 
     @property
     def marks(self) -> tuple[str, ...]:
         """All texts that may be tokens of their own."""
-        calls = self.calls
+        calls, rows = self.calls, self.messages
         found = [*(self.think or ()), *((calls.open, calls.close) if calls else ())]
         if calls and calls.named:
             found += ["[CALL_ID]", "[ARGS]"]
+        if rows:
+            found += [rows.start, rows.channel, rows.constrain, rows.message, rows.end, *rows.stops]
         return tuple(mark for mark in found if mark)
+
+    @property
+    def may_call(self) -> bool:
+        """Whether calls are marked."""
+        return self.calls is not None or self.messages is not None
 
 
 _THINK = ("<think>", "</think>")
@@ -92,6 +119,17 @@ FORMATS = {
             "mistral",
             ("[THINK]", "[/THINK]"),
             Calls("[TOOL_CALLS]", listed=True, named=True, short_ids=True),
+        ),
+        Format(
+            "harmony",
+            messages=Messages(
+                "<|start|>",
+                "<|channel|>",
+                "<|constrain|>",
+                "<|message|>",
+                "<|end|>",
+                ("<|return|>", "<|call|>"),
+            ),
         ),
     )
 }

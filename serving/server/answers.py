@@ -30,9 +30,10 @@ from ..formats.events import (
     ToolCallArguments,
     ToolCallStart,
 )
-from ..formats.parser import OutputParser
+from ..formats.parser import Parser
 from .live import Live, News
 from .messages import Ready
+from .reader import Reader, finish_reason
 
 encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
@@ -82,13 +83,6 @@ def usage(lives: Sequence[Live], *, hidden: int = 0) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": sum(live.num_cached_tokens for live in lives)},
         "completion_tokens_details": {"reasoning_tokens": 0},
     }
-
-
-def finish_reason(reason: str | None) -> str | None:
-    """The engine's reason in OpenAI's words. Raises InternalError for a completion that failed."""
-    if reason == "error":
-        raise InternalError("the model's logits were not finite")
-    return reason
 
 
 def fingerprint_of(ready: Ready | None) -> str | None:
@@ -250,7 +244,7 @@ class ChatAnswer:
         created: int,
         words: Words,
         scores: int | None,
-        parsers: Callable[[], OutputParser],
+        parsers: Callable[[], Parser],
         think_end: int | None,
         *,
         fingerprint: str | None = None,
@@ -380,47 +374,6 @@ class ChatAnswer:
         if self._scores is None or scores is None:
             return None
         return self._words.chat(tokens, scores, self._scores, as_ids=self._as_ids)
-
-
-class Reader:
-    """Reads the news of one completion: the parser's events, and how many tokens its reasoning has.
-    `think_end`: the token that ends reasoning. `tells`: whether reasoning is told.
-    """
-
-    def __init__(self, parser: OutputParser, think_end: int | None, *, tells: bool = True) -> None:
-        self._parser = parser
-        self._think_end = think_end
-        self._tells = tells
-        self._count = 0
-        self._ended = False
-
-    def read(self, news: News) -> list[Event]:
-        """What the parser makes of what is new; without its reasoning, if that is not told."""
-        self._look_for_end(news.token_ids)
-        events = self._parser.push(None, news.text)
-        if news.finish_reason is not None:
-            events += self._parser.finish(finish_reason(news.finish_reason) or "stop")
-        if self._tells:
-            return events
-        return [one for one in events if not isinstance(one, ReasoningText)]
-
-    def _look_for_end(self, tokens: Sequence[int]) -> None:
-        if self._ended:
-            return
-        self._ended = self._think_end in tokens
-        self._count += tokens.index(self._think_end) + 1 if self._ended else len(tokens)
-
-    @property
-    def reasons(self) -> bool:
-        """Whether reasoning has begun and not ended."""
-        return self._parser.reasons
-
-    @property
-    def reasoning_tokens(self) -> int:
-        """Tokens up to the one that ends reasoning, itself included; all that were read where it
-        has not ended, and none where no token ends it.
-        """
-        return self._count if self._ended or self.reasons else 0
 
 
 def named_events(events: Sequence[dict[str, Any]]) -> bytes:

@@ -28,14 +28,14 @@ from ...shared.structured_outputs import StructuredOutputs
 from ...shared.tokenizer import LONG, Tokenizer
 from ..bad_words import banning, sequences_of
 from ..batch import need_tokenizer
-from ..formats.grammar import AnswerGrammar
-from ..formats.parser import OutputParser, hides_marks
+from ..formats.marks import hidden_marks
+from ..formats.message_grammar import answer_grammar
+from ..formats.parser import Parser, open_parser
 from ..formats.table import Format
 from ..responses import ResponseEvents, Usage
 from .answers import (
     ChatAnswer,
     CompletionAnswer,
-    Reader,
     Words,
     encode,
     error_body,
@@ -62,6 +62,7 @@ from .fields import (
 )
 from .live import Live, News, wait_for_all, wait_for_news
 from .metrics import Metrics
+from .reader import Reader
 from .replicas import Engines
 from .responses import NAMES, ResponsesRequest, named_here
 from .streams import ClientGone, EventStream, while_there
@@ -114,6 +115,8 @@ class Settings:
     """Where calls under way are counted; None: they are not."""
     cors: dict[str, Any] | None = None
     """See `cors_options`."""
+    end_token_ids: tuple[int, ...] = ()
+    """Tokens that end a chat's answer, of which the model itself says nothing."""
 
 
 class Server:
@@ -337,7 +340,7 @@ class Server:
 
     async def _begin_chat(
         self, request: Request, chat: ChatRequest
-    ) -> tuple[Live, Callable[[], OutputParser]]:
+    ) -> tuple[Live, Callable[[], Parser]]:
         """Sends a chat to the engine; with what makes a parser for each of its completions."""
         self._accept(chat)
         self._engine.admit(0, 0)
@@ -349,13 +352,14 @@ class Server:
                 params = replace(params, structured_outputs=bound)
             except RequestError as error:
                 raise renamed(error, {FORM: chat.form_field}) from None
-        tokenizer, form = self._settings.tokenizer, self._settings.format
-        if tokenizer is not None and hides_marks(form, tokenizer):
-            # The parser finds marks in the text, and takes them out of it.
-            params = replace(params, skip_special_tokens=False)
+        if not params.ignore_eos:
+            ends = self._settings.end_token_ids
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
         live = self._add(request, chat, ids, params)
-        tail, schemas = text[-TAIL:], chat.tool_schemas
-        return live, lambda: OutputParser(form, None, tail, schemas)
+        tokenizer, form = self._settings.tokenizer, self._settings.format
+        tail, schemas, hides = text[-TAIL:], chat.tool_schemas, params.skip_special_tokens
+        live.look_for({*hidden_marks(form, tokenizer)} if hides else ())
+        return live, lambda: open_parser(form, tokenizer, tail, schemas, hides)
 
     def _bound(
         self, chat: ChatRequest, params: SamplingParams, tail: str
@@ -364,13 +368,13 @@ class Server:
         tokenizer, form = self._settings.tokenizer, params.structured_outputs
         if tokenizer is None:
             return None
-        grammar = AnswerGrammar(self._settings.format, tokenizer.token_id, tail)
+        grammar = answer_grammar(self._settings.format, tokenizer.token_id, tail)
         if chat.must_call:
             several = chat.parallel_tool_calls is not False and not chat.named_tool
             text = grammar.calls(chat.offered, several=several)
         elif form is None and chat.offered and chat.parallel_tool_calls is False:
             text = grammar.may_call(chat.offered, several=False, strict=chat.tool_names)
-        elif form is None and chat.binds_calls and self._settings.format.calls is not None:
+        elif form is None and chat.binds_calls and self._settings.format.may_call:
             text = grammar.may_call(chat.offered, several=True, strict=chat.strict_tools)
         elif form is not None and grammar.may_reason and form.kind in ("json", "json_object"):
             text = grammar.json(json.loads(form.text) if form.text else {"type": "object"})
@@ -421,15 +425,13 @@ class Server:
         return await _told(whole, [live])
 
     def _scores(self, chat: ChatRequest, news: News, reader: Reader) -> list[dict[str, Any]]:
-        """Log-probabilities of new tokens, if they were asked for; not of those that end reasoning
-        or stand before that end. `reader` has read them.
+        """Log-probabilities of new tokens of the answer, if they were asked for. `reader` has read
+        them.
         """
-        if not chat.logprobs or news.logprobs is None or reader.reasons:
+        if not chat.logprobs or news.logprobs is None:
             return []
-        tokens, scores = news.token_ids, news.logprobs
-        if self._think_end in tokens:
-            first = tokens.index(self._think_end) + 1
-            tokens, scores = tokens[first:], scores[first:]
+        tokens = [news.token_ids[place] for place in reader.answer]
+        scores = [news.logprobs[place] for place in reader.answer]
         told: list[dict[str, Any]] = self._words.chat(tokens, scores, chat.top_logprobs or 0)[
             "content"
         ]

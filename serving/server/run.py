@@ -16,7 +16,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from ...shared.tokenizer import Tokenizer
 from ..conversations import read_template
 from ..flags import engine_options
 from ..formats.detect import detect_format
+from ..formats.marks import missing_marks
 from ..formats.table import FORMATS, Format, find_format
 from ..progress import StartBar
 from ..serve_flags import KEY_VARIABLE
@@ -73,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_weights(config.model, config.load_format)
     template = read_template(arguments.chat_template)
     folder = model_folder(config.model)
-    load_config(folder)  # what cannot be served is said before a process is started
+    model = load_config(folder)  # what cannot be served is said before a process is started
     defaults, changes = default_params(
         folder, arguments.generation_config, arguments.override_generation_config
     )
@@ -104,11 +105,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("ssl-keyfile, ssl-certfile: both are needed, or none")
     _allow_connections()
     tokenizer = Tokenizer.load(folder)
+    form = _format(arguments.tool_call_parser, tokenizer, template)
     settings = Settings(
         names,
         tokenizer,
         defaults,
-        _format(arguments.tool_call_parser, tokenizer, template),
+        form,
         template,
         variables,
         keys,
@@ -120,6 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         stream_interval=arguments.stream_interval,
         load=Load() if arguments.enable_server_load_tracking else None,
         cors=cors_options(arguments),
+        end_token_ids=_ends(form, tokenizer, model.eos_token_ids),
     )
     with contextlib.ExitStack() as held:
         if arguments.otlp_traces_endpoint is not None:
@@ -155,7 +158,22 @@ def _new_loop() -> Callable[[], asyncio.AbstractEventLoop]:
 def _format(name: str, tokenizer: Tokenizer | None, template: str | None) -> Format:
     if tokenizer is None or name == "none":
         return FORMATS["none"]
-    return detect_format(tokenizer, template) if name == "auto" else find_format(name)
+    if name == "auto":
+        return detect_format(tokenizer, template)
+    form = find_format(name)
+    if missing := missing_marks(form, tokenizer):
+        raise ConfigError(
+            f"tool-call-parser: got {name}, but {missing[0]} is no special token of this model"
+        )
+    return form
+
+
+def _ends(form: Format, tokenizer: Tokenizer | None, known: Sequence[int]) -> tuple[int, ...]:
+    """The tokens that end an answer in a format, but for those that the model's config knows."""
+    if form.messages is None or tokenizer is None:
+        return ()
+    ids = (tokenizer.token_id(mark) for mark in form.messages.stops)
+    return tuple(token for token in ids if token is not None and token not in known)
 
 
 def _bind(arguments: argparse.Namespace) -> socket.socket:

@@ -7,6 +7,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from twinfer.serving.formats.grammar import AnswerGrammar
+from twinfer.serving.formats.message_grammar import answer_grammar
 from twinfer.serving.formats.parser import parse
 from twinfer.serving.formats.table import FORMATS
 from twinfer.shared.errors import RequestError
@@ -250,6 +251,104 @@ def test_at_most_one_call(tokens):
         assert accepts(bound, text), text
     for text in (call + call, f"{call} and", "<tool_call>{}</tool_call>"):
         assert not accepts(bound, text), text
+
+
+NEXT = "<|end|><|start|>assistant"
+THOUGHT = f'<|channel|>analysis<|message|>Or {{"a": "x"}} <|en?\n{NEXT}'
+PREAMBLE = f"<|channel|>commentary<|message|>I look.{NEXT}"
+FINAL = "<|channel|>final<|message|>"
+
+
+def addressed(name, arguments):
+    """A call in the ways in which a header names a recipient, and what its text is."""
+    channel = "<|channel|>commentary"
+    for kind in (" json", " <|constrain|>json", "<|constrain|>json", ""):
+        yield f" to=functions.{name}{channel}{kind}<|message|>{arguments}"
+        yield f"{channel} to=functions.{name}{kind}<|message|>{arguments}"
+
+
+@pytest.fixture
+def harmony(tokens):
+    """Grammars behind a prompt's end, and what checks a text; for a model with the marks."""
+    token_id, accepts, are_tokens = tokens
+    if not are_tokens:
+        pytest.skip("is no model of that format")
+    return lambda tail: answer_grammar(FORMATS["harmony"], token_id, tail), accepts
+
+
+def test_forms_of_an_answer_in_messages(harmony):
+    """They bind the text of the channel final, whatever was thought before."""
+    behind, accepts = harmony
+    grammar = behind("<|end|><|start|>assistant")
+    assert grammar.may_reason
+    for form, good, bad in (
+        (grammar.json(INTEGER), '{"a": 3}', '{"a": "x"}'),
+        (grammar.choice(["yes", "no"]), "yes", "maybe"),
+    ):
+        for before in ("", THOUGHT, THOUGHT * 2):
+            for kind in ("", " json", " <|constrain|>json"):
+                head = f"{before}<|channel|>final{kind}<|message|>"
+                assert accepts(form, head + good)
+                assert not accepts(form, head + bad)
+        for refused in (good, PREAMBLE + FINAL + good, f"{FINAL}{good}<|end|>", THOUGHT):
+            assert not accepts(form, refused)
+    opened = behind("<|start|>assistant<|channel|>analysis<|message|>")
+    assert accepts(opened.json(INTEGER), f"So.{NEXT}{THOUGHT}{FINAL}{{}}".replace("{}", '{"a": 3}'))
+    no_role = behind("<|end|>")
+    assert accepts(no_role.json(INTEGER), f'<|start|>assistant{FINAL}{{"a": 3}}')
+    # What continues a text has no header of its own.
+    assert not behind("<|start|>assistant<|channel|>final<|message|>I sa").may_reason
+
+
+def test_calls_in_messages_that_must_come(harmony):
+    behind, accepts = harmony
+    grammar = behind("<|end|><|start|>assistant")
+    one, several = (grammar.calls(TOOLS, several=more) for more in (False, True))
+    for call in addressed("f", '{"a": 3}'):
+        for text in (call, THOUGHT + call):
+            assert accepts(one, text)
+            assert accepts(several, text)
+            found = parse(text, "harmony", "<|start|>assistant", ["f"]).tool_calls
+            assert [(call.name, call.arguments) for call in found] == [("f", '{"a": 3}')]
+        assert accepts(several, call + NEXT + call)
+        assert not accepts(one, call + NEXT + call)
+    for refused in (
+        *addressed("f", '{"a": "x"}'), *addressed("k", "{}"), f"{FINAL}x", THOUGHT, "",
+        *(PREAMBLE + call for call in addressed("f", '{"a": 3}')),
+    ):  # fmt: skip
+        assert not accepts(one, refused), refused
+        assert not accepts(several, refused), refused
+    assert all(accepts(one, call) for call in addressed('g"h', '{"b": [1]}'))
+    within = behind("I sa").calls(TOOLS, several=False)
+    assert accepts(within, f"y.{NEXT}" + next(addressed("f", '{"a": 3}')))
+
+
+def test_calls_in_messages_that_may_come(harmony):
+    """What the parser takes for a call is one of a tool on offer, and strict where it should be."""
+    behind, accepts = harmony
+    tools = [*TOOLS[:1], {"type": "function", "function": {"name": "k", "parameters": INTEGER}}]
+    grammar = behind("<|end|><|start|>assistant")
+    bound = {
+        several: grammar.may_call(tools, several=several, strict=["f"]) for several in (True, False)
+    }
+    loose = next(addressed("k", '{"z": [null]}'))
+    for several, text in bound.items():
+        for call in (*addressed("f", '{"a": 3}'), loose):
+            for accepted in (call, THOUGHT + PREAMBLE + call, PREAMBLE + THOUGHT + call):
+                assert accepts(text, accepted)
+            assert accepts(text, call + NEXT + loose) == several
+            assert accepts(text, f"{call}{NEXT}{FINAL}x") == several
+        for accepted in (FINAL, f"{THOUGHT}{FINAL}hello", f"{PREAMBLE}{FINAL} to=functions.k {{"):
+            assert accepts(text, accepted)
+        for refused in (
+            *addressed("f", '{"a": "x"}'), *addressed("k", "3"), *addressed("g", "{}"), "hello",
+            f"{PREAMBLE}<|channel|>commentary to=python<|message|>1", THOUGHT, f"{FINAL}x{NEXT}",
+        ):  # fmt: skip
+            assert not accepts(text, refused), refused
+    within = behind("I sa").may_call(tools, several=True, strict=["f"])
+    for accepted in ("y.", f"y.{NEXT}{loose}", f"y.{NEXT}{FINAL}x"):
+        assert accepts(within, accepted)
+    assert not accepts(within, f"y.{NEXT}{next(addressed('f', '{}'))}")
 
 
 def test_formats_without_calls():

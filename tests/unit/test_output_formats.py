@@ -9,27 +9,25 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Backend
 
 from twinfer.serving.formats.calls import MAX_HELD
 from twinfer.serving.formats.detect import detect_format
 from twinfer.serving.formats.events import (
-    ContentText,
     Finish,
     ParsedMessage,
-    ReasoningText,
     ToolCallArguments,
     ToolCallEnd,
     ToolCallStart,
 )
 from twinfer.serving.formats.json_text import JsonValue, is_object
-from twinfer.serving.formats.parser import OutputParser, hides_marks, parse
+from twinfer.serving.formats.marks import hidden_marks
+from twinfer.serving.formats.parser import OutputParser, open_parser, parse
 from twinfer.serving.formats.table import FORMATS
 from twinfer.serving.serve_flags import PARSERS
 from twinfer.shared.detokenizer import Detokenizer
 from twinfer.shared.errors import ConfigError, InternalError
-from twinfer.shared.tokenizer import Tokenizer
+
+from .written_texts import byte_tokenizer, joined
 
 NASTY = {
     "q": 'a "b" </tool_call> \\ {[',
@@ -42,22 +40,9 @@ RAW = json.dumps(NASTY, ensure_ascii=False)
 def run(form, pieces, tail="", tools=None, reason="stop"):
     """The events of a text in pieces, neighbours of a kind joined."""
     ids = iter(range(10**6))
-    parser = OutputParser(form, None, tail, tools, new_id=lambda: f"id{next(ids)}")
+    parser = open_parser(FORMATS[form], None, tail, tools, new_id=lambda: f"id{next(ids)}")
     events = [event for piece in pieces for event in parser.push(None, piece)]
     return joined([*events, *parser.finish(reason)])
-
-
-def joined(events):
-    out = []
-    for event in events:
-        last = out[-1] if out else None
-        if type(event) is type(last) and isinstance(event, (ContentText, ReasoningText)):
-            out[-1] = type(event)(last.text + event.text)
-        elif type(event) is type(last) and isinstance(event, ToolCallArguments):
-            out[-1] = ToolCallArguments(event.index, last.text + event.text)
-        else:
-            out.append(event)
-    return out
 
 
 def calls(message):
@@ -412,16 +397,6 @@ def test_ids():
     assert parse(hermes("f", "{}"), "qwen").tool_calls[0].id.startswith("call_")
 
 
-def byte_tokenizer(special, added=()):
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(special))
-    backend.add_tokens([AddedToken(token, normalized=False) for token in added])
-    return Tokenizer(backend, {}, {})
-
-
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("name", [name for name, entry in MESSAGES.items() if entry[0] != "none"])
@@ -506,8 +481,10 @@ def test_nothing_goes_in_after_the_end():
 
 
 def test_special_marks_are_known_to_be_hidden():
-    assert hides_marks(FORMATS["mistral"], byte_tokenizer(["[TOOL_CALLS]"]))
-    assert not hides_marks(FORMATS["qwen"], byte_tokenizer([], ["<tool_call>"]))
+    tokenizer = byte_tokenizer(["[TOOL_CALLS]"])
+    mark = tokenizer.token_id("[TOOL_CALLS]")
+    assert hidden_marks(FORMATS["mistral"], tokenizer) == {mark: "[TOOL_CALLS]"}
+    assert hidden_marks(FORMATS["qwen"], byte_tokenizer([], ["<tool_call>"])) == {}
 
 
 def test_format_is_found_by_tokens_and_template():

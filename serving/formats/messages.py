@@ -1,0 +1,339 @@
+"""An answer that is a row of messages with headers, to events: the harmony format of gpt-oss.
+
+What is held back is bounded: a header, and a call until its arguments have begun.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from functools import lru_cache
+
+from ...shared.errors import InternalError
+from ...shared.tokenizer import Tokenizer
+from .calls import MAX_HELD, CallReader, long_id
+from .events import (
+    ContentText,
+    Event,
+    Finish,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from .json_text import held_size
+from .marks import hidden_marks
+from .table import Format, Messages
+
+MAX_HEADER = 512
+"""Characters of a header. What is longer is none."""
+
+FUNCTIONS = "functions."
+"""Before the name of a function that a message is addressed to."""
+REASONING, ANSWERS = "analysis", ("commentary", "final")
+"""The names of channels."""
+
+_CHANNEL = re.compile(rf"\s*({'|'.join((REASONING, *ANSWERS))})")
+_RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
+_CUT_RECIPIENT = re.compile(r"\s*(?:t|to|to=\S*)?\s*")
+
+
+class MessageParser:
+    """Parses one answer. Its parameters are those of `OutputParser`, as is what it tells.
+
+    Text of the channel analysis is reasoning; text of commentary and final is content, as is that
+    of a channel that nobody knows, and text without a header. A message to functions.NAME is a
+    call, in whatever channel, and so is one to NAME alone if that is a tool on offer. A message
+    that is addressed to nobody here is text of its channel. Messages of others than the assistant
+    are left out. Texts are verbatim, but a second message of reasoning, or of content, begins in a
+    new line.
+
+    The answer ends with the first mark that ends it: what comes behind is left out.
+    """
+
+    def __init__(
+        self,
+        format: Format,
+        tokenizer: Tokenizer | None = None,
+        prompt_tail: str = "",
+        tools: Collection[str] | None = None,
+        skip_special_tokens: bool = True,
+        new_id: Callable[[], str] | None = None,
+    ) -> None:
+        self._layout = layout_of(format)
+        self._tools = None if tools is None else frozenset(tools)
+        self._new_id = new_id or long_id
+        self._hidden = hidden_marks(format, tokenizer) if skip_special_tokens else {}
+        self._events: list[Event] = []
+        self._rest = ""
+        self._finished = self._ended = False
+        self._said: set[type[Event]] = set()
+        self._num_calls = 0
+        # What is read: a header, if it is one, behind a role if a mark has begun that; or a text.
+        self._header: str | None = None
+        self._role, self._has_role = "", False
+        self._kind: type[ContentText] | type[ReasoningText] | None = ContentText
+        self._first, self._trim = True, False
+        self._is_call = False
+        self._call: CallReader | None = None
+        self._started, self._held = False, ""
+        self._spelled = format.marks
+        self._read_prompt(prompt_tail)
+        self._spelled = tuple(mark for mark in format.marks if mark not in self._hidden.values())
+
+    def _read_prompt(self, tail: str) -> None:
+        """Stand where the prompt ends: as a rule behind the role of a header. A prompt without any
+        mark at its end stands within content that is to be continued.
+        """
+        self._take(tail[max(0, tail.rfind(self._layout.start)) :])
+        self._read(self._rest)
+        self._rest, self._ended = "", False
+        if self._header is not None and not self._in_channel:
+            self._role, self._header = self._header, ""
+        self._events.clear()
+        self._said.clear()
+        self._first = True
+
+    @property
+    def reasons(self) -> bool:
+        """Whether what was read last stands within reasoning, which has not ended."""
+        return self._in_text and self._kind is ReasoningText
+
+    @property
+    def answers(self) -> bool:
+        """Whether what was read last stands within content."""
+        return self._in_text and self._kind is ContentText
+
+    @property
+    def _in_text(self) -> bool:
+        return self._header is None and not self._ended and not self._is_call
+
+    @property
+    def _in_channel(self) -> bool:
+        return self._header is not None and self._header.startswith(self._layout.channel)
+
+    def push(self, token_id: int | None, text: str) -> list[Event]:
+        """Take a token and the text that it settled, or text alone (None). What became certain."""
+        self._check_open()
+        self._take(text)
+        if token_id is not None and token_id in self._hidden:
+            self._read_mark(self._hidden[token_id])
+        return self._flush()
+
+    def finish(self, reason: str = "stop") -> list[Event]:
+        """The text that was held back, and a `Finish`. `reason` is the engine's: a stop after a
+        call becomes tool_calls; length stays, as the last call may be cut off.
+        """
+        self._check_open()
+        self._read(self._rest)
+        self._end_message(whole=reason == "stop")
+        self._rest, self._finished = "", True
+        called = self._num_calls and reason == "stop"
+        self._events.append(Finish("tool_calls" if called else reason))
+        return self._flush()
+
+    def _check_open(self) -> None:
+        if self._finished:
+            raise InternalError("output parser: used after finish()")
+
+    def _take(self, text: str) -> None:
+        """Text in which marks may be spelled."""
+        if not self._spelled:
+            self._read(text)
+            return
+        text = self._rest + text
+        place = 0
+        for match in _pattern(self._spelled).finditer(text):
+            self._read(text[place : match.start()])
+            self._read_mark(match.group())
+            place = match.end()
+        settled = len(text) - held_size(text, place, self._spelled)
+        self._read(text[place:settled])
+        self._rest = text[settled:]
+
+    def _read(self, text: str) -> None:
+        if self._ended or not text:
+            return
+        if self._header is None:
+            self._read_text(text)
+        else:
+            self._read_header(text)
+
+    def _read_mark(self, mark: str) -> None:
+        layout = self._layout
+        if self._ended:
+            return
+        if mark in (layout.start, layout.end, *layout.stops):
+            self._end_message(whole=True)
+            self._header, self._role, self._has_role = "", "", mark == layout.start
+            self._ended = mark in layout.stops
+        elif mark == layout.channel:
+            self._open_channel()
+        elif self._header is not None:  # within a text the others mean nothing
+            if mark == layout.message:
+                self._open_text(self._header)
+            else:
+                self._read_header(mark)
+
+    def _end_message(self, *, whole: bool) -> None:
+        """`whole`: it was not cut off."""
+        if self._header is not None:
+            self._end_header(self._header, whole=whole)
+        self._end_call(whole=whole)
+
+    # Headers.
+
+    def _open_channel(self) -> None:
+        """What stands before its name is the role, or another channel, which counts no more."""
+        if self._header is None:
+            self._end_call(whole=True)
+            self._role, self._has_role = "", False
+        elif not self._in_channel:
+            self._role += self._header
+        self._header = self._layout.channel
+
+    def _read_header(self, text: str) -> None:
+        self._header = (self._header or "") + text
+        if len(self._header) > MAX_HEADER:
+            self._end_header(self._header, whole=True)
+
+    def _end_header(self, header: str, *, whole: bool) -> None:
+        """No mark has ended it: the text begins without one, or there is none. Of a header that was
+        cut off nothing is said.
+        """
+        if self._in_channel:
+            if whole:
+                self._open_text(header)
+                self._read_text(self._unmarked(header[_header_size(self._layout, header) :]))
+        elif self._has_role and not self._role:
+            return  # a role alone
+        elif whole or not _CUT_RECIPIENT.fullmatch(header):
+            self._open_text("")
+            self._read_text(self._unmarked(header))
+
+    def _unmarked(self, text: str) -> str:
+        """What stood in a header as a text, if it is one."""
+        text = text.replace(self._layout.constrain, "")
+        return text if text.strip() else ""
+
+    def _open_text(self, header: str) -> None:
+        """The text of a message follows `header`."""
+        if not self._in_channel:
+            self._role += header
+        header = header.removeprefix(self._layout.channel)
+        channel = _CHANNEL.match(header) if self._in_channel else None
+        role = self._role.split()
+        own = not self._has_role or not role or role[0] == "assistant"
+        kind = ReasoningText if channel and channel[1] == REASONING else ContentText
+        name = self._function(f"{self._role} {header.partition(self._layout.constrain)[0]}")
+        self._header, self._kind = None, kind if own else None
+        self._first, self._trim = True, False
+        self._is_call = own and name != ""
+        if self._is_call:
+            self._call = CallReader(("arguments",), self._is_tool, name=name)
+
+    def _function(self, header: str) -> str:
+        """The tool that a header is addressed to; "" if none."""
+        recipient = _RECIPIENT.search(header)
+        if recipient is None:
+            return ""
+        name = recipient[1].removeprefix(FUNCTIONS)
+        if name == recipient[1] and self._tools is None:
+            return ""  # nobody says that it is a function
+        return name if self._is_tool(name) else ""
+
+    def _is_tool(self, name: str) -> bool:
+        return name.isprintable() and name != "" and (self._tools is None or name in self._tools)
+
+    # Texts.
+
+    def _read_text(self, text: str) -> None:
+        if self._call is not None:
+            text = self._read_call(self._call, text)
+        self._say(text)
+
+    def _say(self, text: str) -> None:
+        if self._trim:
+            text = text.lstrip()
+        if not text or self._kind is None:
+            return
+        if self._first and self._kind in self._said:
+            text = "\n" + text
+        self._first = self._trim = False
+        self._said.add(self._kind)
+        self._events.append(self._kind(text))
+
+    def _read_call(self, call: CallReader, text: str) -> str:
+        """The text behind a call, or all of it if it is none."""
+        stop = len(text) if self._started else min(len(text), MAX_HELD - len(self._held))
+        end = call.feed(text, 0, stop)
+        if call.ready and not self._started:
+            self._start_call(call)
+        if self._started:
+            self._emit_arguments(call)
+        else:
+            self._held += text[:end]
+            call.bad = call.bad or len(self._held) >= MAX_HELD
+        if not (call.done or call.bad):
+            return ""
+        held, text = self._held, text[end:]
+        if self._started:
+            self._end_call(whole=True)
+            return text
+        self._clear_call()
+        return held + text
+
+    def _start_call(self, call: CallReader) -> None:
+        self._started, self._held = True, ""
+        self._events.append(ToolCallStart(self._num_calls, self._new_id(), call.name or ""))
+        self._num_calls += 1
+
+    def _emit_arguments(self, call: CallReader) -> None:
+        text = "".join(call.pieces)
+        call.pieces.clear()
+        if text:
+            self._events.append(ToolCallArguments(self._num_calls - 1, text))
+
+    def _end_call(self, *, whole: bool) -> None:
+        """End the call that is open, if there is one. Without a text it has no arguments."""
+        call, held = self._call, self._held
+        if call is None:
+            return
+        if whole and not self._started:
+            # The character behind a word says that it is complete.
+            last = " " if held.strip() else "{}"
+            call.feed(last, 0, len(last))
+            if call.done:
+                self._start_call(call)
+                self._emit_arguments(call)
+        if self._started:
+            self._events.append(ToolCallEnd(self._num_calls - 1, call.whole))
+            self._trim, held = True, ""
+        self._clear_call()
+        self._say(held)
+
+    def _clear_call(self) -> None:
+        self._call, self._started, self._held = None, False, ""
+
+    def _flush(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+
+def layout_of(format: Format) -> Messages:
+    """The marks of a format's messages. Raises InternalError if it has none."""
+    if format.messages is None:
+        raise InternalError(f"output parser: the format {format.name} has no messages")
+    return format.messages
+
+
+@lru_cache(maxsize=16)
+def _pattern(marks: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(mark) for mark in marks))
+
+
+def _header_size(layout: Messages, header: str) -> int:
+    """Characters of a text that are a header, where no mark stands behind it."""
+    pattern = rf"{re.escape(layout.channel)}(?:{_CHANNEL.pattern})?(?:\s*to=[^\s<]*)?\s*"
+    match = re.match(rf"{pattern}(?:(?:{re.escape(layout.constrain)})?\s*json\b)?\s*", header)
+    return match.end() if match else 0
