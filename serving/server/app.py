@@ -28,6 +28,7 @@ from ...shared.structured_outputs import StructuredOutputs
 from ...shared.tokenizer import LONG, Tokenizer
 from ..bad_words import banning, sequences_of
 from ..batch import need_tokenizer
+from ..formats.history import described_tools, turns_of_one_call
 from ..formats.marks import hidden_marks
 from ..formats.message_grammar import answer_grammar
 from ..formats.parser import Parser, open_parser
@@ -289,10 +290,13 @@ class Server:
         tokenizer = need_tokenizer(self._settings.tokenizer, "messages", "there are no chats")
         continues = bool(chat.continue_final_message)
         generates = chat.add_generation_prompt
+        conversation, tools = chat.conversation(), chat.described
+        if self._settings.format.messages is not None:
+            conversation, tools = turns_of_one_call(conversation), described_tools(tools)
         text = render_chat(
             tokenizer,
-            chat.conversation(),
-            tools=chat.described or None,
+            conversation,
+            tools=tools or None,
             documents=chat.documents,
             template=self._settings.template,
             variables={**self._settings.variables, **chat.template_variables()},

@@ -589,6 +589,9 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
+    if not calls:  # templates ask whether the key is there
+        rest = {key: value for key, value in message.items() if key != "tool_calls"}
+        return rest if rest.get("content") is not None else rest | {"content": ""}
     return message | {
         "tool_calls": [_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
     }

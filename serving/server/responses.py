@@ -185,7 +185,11 @@ def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
         where = f"input[{place}]"
         kind = item.get("type", "message")
         if kind == "message":
-            found.append({"role": item.get("role"), "content": _text(where, item.get("content"))})
+            said = {"role": item.get("role"), "content": _text(where, item.get("content"))}
+            if said["role"] == "assistant" and _only_thinks(found):
+                found[-1] |= said
+            else:
+                found.append(said)
             continue
         if kind == "function_call_output":
             output = item.get("output")
@@ -210,6 +214,12 @@ def _turn(found: list[dict[str, Any]], *, starts: bool) -> dict[str, Any]:
     if starts or not found or found[-1].get("role") != "assistant":
         found.append({"role": "assistant", "content": ""})
     return found[-1]
+
+
+def _only_thinks(found: list[dict[str, Any]]) -> bool:
+    """Whether the last turn is of reasoning alone."""
+    last = found[-1] if found else {}
+    return last.keys() == {"role", "content", "reasoning_content"} and not last["content"]
 
 
 def _text(where: str, content: Any) -> str:

@@ -16,6 +16,7 @@ from openai.types.responses import Response
 from twinfer.serving.formats.calls import MAX_HELD
 from twinfer.serving.formats.detect import detect_format
 from twinfer.serving.formats.events import ParsedMessage, ToolCallArguments, ToolCallStart
+from twinfer.serving.formats.history import turns_of_one_call
 from twinfer.serving.formats.messages import MAX_HEADER
 from twinfer.serving.formats.parser import open_parser, parse
 from twinfer.serving.formats.table import FORMATS
@@ -336,7 +337,7 @@ TEMPLATE = """
 """
 TOOLS = [
     {"type": "function", "function": {"name": "f", "description": "finds", "parameters": {}}},
-    {"type": "function", "function": {"name": "g", "description": ""}},
+    {"type": "function", "function": {"name": "g"}},
 ]
 
 
@@ -505,7 +506,7 @@ def test_an_answer_whose_reasoning_takes_all_tokens(stream):
 @pytest.mark.parametrize("step", [1, 4, 9999])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_has_items(stream, step):
-    tools = [{"type": "function", "name": "f", "description": "", "parameters": {}}]
+    tools = [{"type": "function", "name": "f", "parameters": {}}]
     server = Scripted(AGENT, step=step)
     told = server.post("/v1/responses", input="x", tools=tools, top_logprobs=1, stream=stream)
     told = told[-1]["response"] if stream else told
@@ -537,6 +538,74 @@ def test_special_tokens_that_a_client_asks_for_are_text():
     )
     (choice,) = Scripted(ids).post()["choices"]
     assert choice["message"]["content"] == "bc"
+
+
+def test_a_turn_that_comes_back_is_what_the_template_reads():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    other = {"id": "2", "type": "function", "function": {"name": "g", "arguments": ""}}
+    server = Scripted(FINAL)
+    for thought in ("reasoning", "reasoning_content"):
+        turn = {"role": "assistant", "content": "I look.", "tool_calls": [call, other]}
+        server.post(
+            messages=[
+                {"role": "user", "content": "x"},
+                turn | {thought: "I need f."},
+                {"role": "tool", "tool_call_id": "2", "content": "two"},
+                {"role": "tool", "tool_call_id": "1", "content": "one"},
+                {"role": "assistant", "content": "Done.", thought: "So.", "tool_calls": []},
+                {"role": "user", "content": "y"},
+            ],
+            tools=TOOLS,
+            reasoning_effort="high",
+        )
+    assert server.prompts[0] == server.prompts[1] == (
+        "<|start|>system<|message|>Reasoning: high<|end|>"
+        "<|start|>developer<|message|>f: finds<|end|><|start|>developer<|message|>g: <|end|>"
+        "<|start|>user<|message|>x<|end|>"
+        "<|start|>assistant<|channel|>analysis<|message|>I need f.\nI look.<|end|>"
+        '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>'
+        '<|start|>functions.f to=assistant<|channel|>commentary<|message|>"one"<|end|>'
+        "<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{}<|call|>"
+        '<|start|>functions.g to=assistant<|channel|>commentary<|message|>"two"<|end|>'
+        "<|start|>assistant<|channel|>final<|message|>Done.<|end|>"
+        "<|start|>user<|message|>y<|end|><|start|>assistant"
+    )  # fmt: skip
+
+
+def test_items_that_come_back_are_the_same_turns():
+    tools = [{"type": "function", "name": "f", "parameters": {}}]
+    server = Scripted(AGENT, FINAL)
+    told = server.post("/v1/responses", input="x", tools=tools)
+    result = {
+        "type": "function_call_output",
+        "call_id": told["output"][2]["call_id"],
+        "output": "1",
+    }
+    server.post(
+        "/v1/responses",
+        input=[{"role": "user", "content": "x"}, *told["output"], result],
+        tools=tools,
+        reasoning={"effort": "low"},
+    )
+    assert server.prompts[1].endswith(
+        "<|start|>user<|message|>x<|end|>"
+        "<|start|>assistant<|channel|>analysis<|message|>I need f.\nI look.<|end|>"
+        f"<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{RAW}<|call|>"
+        '<|start|>functions.f to=assistant<|channel|>commentary<|message|>"1"<|end|>'
+        "<|start|>assistant"
+    )
+    assert "Reasoning: low" in server.prompts[1]
+
+
+def test_results_that_name_no_call_stay():
+    turn = {"role": "assistant", "tool_calls": [{"id": "1"}, "odd"]}
+    results = [{"role": "tool", "tool_call_id": "9", "content": "a"}, {"role": "tool"}]
+    assert turns_of_one_call([turn, *results]) == [
+        {"role": "assistant", "tool_calls": [{"id": "1"}]},
+        {"role": "assistant", "tool_calls": ["odd"]},
+        *results,
+    ]
+    assert turns_of_one_call([turn]) == turns_of_one_call([turn, *results])[:2]
 
 
 def test_a_message_that_is_continued_goes_on_as_content():

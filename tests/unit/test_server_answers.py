@@ -283,6 +283,28 @@ def test_input_items_are_the_turns_of_a_chat():
     assert chat.tool_names == ["read"]
 
 
+def test_what_was_thought_and_said_is_one_turn():
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "b"}]}
+    said = {"role": "assistant", "content": "c"}
+    asked = {"role": "user", "content": "d"}
+    both = {"role": "assistant", "content": "c", "reasoning_content": "b"}
+    for items, turns in (
+        ([thought, said, asked], [both, asked]),
+        ([thought, said, said], [both, said]),
+        ([said, said], [said, said]),
+        ([thought, asked], [{**both, "content": ""}, asked]),
+    ):
+        assert read_fields(ResponsesRequest, {"input": items}).chat().messages == turns
+
+
+def test_a_list_of_no_calls_is_none():
+    """Templates ask whether there is one."""
+    for content in ("x", None):
+        body = {"messages": [{"role": "assistant", "content": content, "tool_calls": []}]}
+        (message,) = read_fields(ChatRequest, body).conversation()
+        assert message == {"role": "assistant", "content": content or ""}
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
