@@ -31,6 +31,7 @@ from twinfer.shared.errors import ConfigError
 from twinfer.shared.request import FinishReason
 from twinfer.shared.sampling_params import SamplingParams
 
+from ..harmony_template import TEMPLATE
 from .written_texts import byte_tokenizer, joined
 
 HARMONY = FORMATS["harmony"]
@@ -310,31 +311,6 @@ def test_what_ends_an_answer_is_known_without_the_config():
 
 # Over HTTP: what a server says to a call that its engine answers with tokens.
 
-TEMPLATE = """
-{%- macro line(head, text) %}<|start|>{{ head }}<|message|>{{ text }}<|end|>{% endmacro %}
-{{- line("system", "Reasoning: " + (reasoning_effort or "medium")) }}
-{%- for tool in tools or [] %}
-    {{- line("developer", tool.function.name + ": " + tool.function.description) }}
-{%- endfor %}
-{%- set last = namespace(name="") %}
-{%- for message in messages %}
-    {%- if "tool_calls" in message %}
-        {%- if message.content and message.thinking %}{{ raise_exception("both") }}{% endif %}
-        {%- set thought = message.content or message.thinking %}
-        {%- if thought %}{{ line("assistant<|channel|>analysis", thought) }}{% endif %}
-        {%- set last.name = "functions." + message.tool_calls[0].function.name %}
-        {{- "<|start|>assistant to=" + last.name + "<|channel|>commentary json<|message|>" }}
-        {{- message.tool_calls[0].function.arguments|tojson + "<|call|>" }}
-    {%- elif message.role == "tool" %}
-        {{- line(last.name + " to=assistant<|channel|>commentary", message.content|tojson) }}
-    {%- elif message.role == "assistant" %}
-        {{- line("assistant<|channel|>final", message.content) }}
-    {%- else %}
-        {{- line(message.role, message.content) }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|start|>assistant{% endif %}
-"""
 TOOLS = [
     {"type": "function", "function": {"name": "f", "description": "finds", "parameters": {}}},
     {"type": "function", "function": {"name": "g"}},
