@@ -1,5 +1,5 @@
 """What was said before, as chat templates of the harmony format read it: a turn has one call, and
-either reasoning or content before that; a tool has a description.
+either reasoning or content before that, or it has content; a tool has a description.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def turns_of_one_call(messages: Sequence[Json]) -> list[Json]:
         calls = message.get("tool_calls")
         place += 1
         if not isinstance(calls, list) or not calls:
-            found.append(message)
+            found.append(_answered(message))
             continue
         end = place
         while end < len(messages) and messages[end].get("role") == "tool":
@@ -33,6 +33,12 @@ def turns_of_one_call(messages: Sequence[Json]) -> list[Json]:
         found += _split(first, calls, messages[place:end])
         place = end
     return found
+
+
+def _answered(message: Json) -> Json:
+    """A turn without calls, which templates take for an answer, though it may be cut off before."""
+    silent = message.get("role") == "assistant" and message.get("content") is None
+    return {**message, "content": ""} if silent else message
 
 
 def _split(first: Json, calls: Sequence[Any], results: Sequence[Json]) -> list[Json]:

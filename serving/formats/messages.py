@@ -33,8 +33,9 @@ FUNCTIONS = "functions."
 REASONING, ANSWERS = "analysis", ("commentary", "final")
 """The names of channels."""
 
-_CHANNEL = re.compile(rf"\s*({'|'.join((REASONING, *ANSWERS))})")
-_RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
+_NAMES = "|".join((REASONING, *ANSWERS))
+_CHANNEL = re.compile(rf"^\s*[^\s=]*?({_NAMES})")
+_RECIPIENT = re.compile(rf"(?:^|\s)(to=|(?={re.escape(FUNCTIONS)}))([^\s<]+)")
 _CUT_RECIPIENT = re.compile(r"\s*(?:t|to|to=\S*)?\s*")
 
 
@@ -72,6 +73,7 @@ class MessageParser:
         # What is read: a header, if it is one, behind a role if a mark has begun that; or a text.
         self._header: str | None = None
         self._role, self._has_role = "", False
+        self._channels = ""  # of this header, which another one has replaced
         self._kind: type[ContentText] | type[ReasoningText] | None = ContentText
         self._first, self._trim = True, False
         self._is_call = False
@@ -126,7 +128,8 @@ class MessageParser:
         """
         self._check_open()
         self._read(self._rest)
-        self._end_message(whole=reason == "stop")
+        if not self._ended:
+            self._end_message(whole=reason == "stop", last=True)
         self._rest, self._finished = "", True
         called = self._num_calls and reason == "stop"
         self._events.append(Finish("tool_calls" if called else reason))
@@ -164,9 +167,9 @@ class MessageParser:
         if self._ended:
             return
         if mark in (layout.start, layout.end, *layout.stops):
-            self._end_message(whole=True)
-            self._header, self._role, self._has_role = "", "", mark == layout.start
+            self._end_message(whole=True, last=mark in layout.stops)
             self._ended = mark in layout.stops
+            self._begin_header(has_role=mark == layout.start)
         elif mark == layout.channel:
             self._open_channel()
         elif self._header is not None:  # within a text the others mean nothing
@@ -175,72 +178,86 @@ class MessageParser:
             else:
                 self._read_header(mark)
 
-    def _end_message(self, *, whole: bool) -> None:
-        """`whole`: it was not cut off."""
+    def _end_message(self, *, whole: bool, last: bool) -> None:
+        """`whole`: it was not cut off. `last`: none follows."""
         if self._header is not None:
-            self._end_header(self._header, whole=whole)
+            self._end_header(self._header, whole=whole, last=last)
         self._end_call(whole=whole)
 
     # Headers.
 
     def _open_channel(self) -> None:
-        """What stands before its name is the role, or another channel, which counts no more."""
+        """What stands before its name is the role, or another channel, of which no more counts than
+        whom it was for.
+        """
         if self._header is None:
             self._end_call(whole=True)
-            self._role, self._has_role = "", False
-        elif not self._in_channel:
-            self._role += self._header
+            self._begin_header(has_role=False)
+        elif self._in_channel:
+            self._channels = f"{self._channels} {self._channel_of(self._header)}"[-MAX_HEADER:]
+        else:
+            self._role += self._header or ""
         self._header = self._layout.channel
+
+    def _begin_header(self, *, has_role: bool) -> None:
+        self._header, self._role, self._channels = "", "", ""
+        self._has_role = has_role
+
+    def _channel_of(self, header: str) -> str:
+        """What a header says behind the mark of its channel."""
+        if not self._in_channel:
+            return ""
+        return header.removeprefix(self._layout.channel).partition(self._layout.constrain)[0]
 
     def _read_header(self, text: str) -> None:
         self._header = (self._header or "") + text
         if len(self._header) > MAX_HEADER:
-            self._end_header(self._header, whole=True)
+            self._open_late(self._header)
 
-    def _end_header(self, header: str, *, whole: bool) -> None:
-        """No mark has ended it: the text begins without one, or there is none. Of a header that was
-        cut off nothing is said.
+    def _end_header(self, header: str, *, whole: bool, last: bool) -> None:
+        """No mark of a text stands behind it: the text has begun without one, or there is none. Of
+        a header that was cut off nothing is said, nor of one whose channel nobody knows, unless it
+        is the last.
         """
-        if self._in_channel:
-            if whole:
-                self._open_text(header)
-                self._read_text(self._unmarked(header[_header_size(self._layout, header) :]))
-        elif self._has_role and not self._role:
+        if not whole and (self._in_channel or _CUT_RECIPIENT.fullmatch(header)):
+            return
+        if not self._in_channel and self._has_role and not self._role:
             return  # a role alone
-        elif whole or not _CUT_RECIPIENT.fullmatch(header):
-            self._open_text("")
-            self._read_text(self._unmarked(header))
+        if not self._in_channel or last or _CHANNEL.match(self._channel_of(header)):
+            self._open_late(header)
 
-    def _unmarked(self, text: str) -> str:
-        """What stood in a header as a text, if it is one."""
-        text = text.replace(self._layout.constrain, "")
-        return text if text.strip() else ""
+    def _open_late(self, header: str) -> None:
+        """The text of a message has begun somewhere in what was taken for its header."""
+        size = _header_size(self._layout, header) if self._in_channel else 0
+        text = header[size:].replace(self._layout.constrain, "")
+        self._open_text(header if size else "")
+        self._read_text(text if text.strip() else "")
 
     def _open_text(self, header: str) -> None:
         """The text of a message follows `header`."""
+        channel = self._channel_of(header)
         if not self._in_channel:
             self._role += header
-        header = header.removeprefix(self._layout.channel)
-        channel = _CHANNEL.match(header) if self._in_channel else None
         role = self._role.split()
         own = not self._has_role or not role or role[0] == "assistant"
-        kind = ReasoningText if channel and channel[1] == REASONING else ContentText
-        name = self._function(f"{self._role} {header.partition(self._layout.constrain)[0]}")
+        name = self._function(f"{self._role} {self._channels} {channel}") if own else ""
+        match = _CHANNEL.match(channel)
+        kind = ReasoningText if match and match[1] == REASONING else ContentText
         self._header, self._kind = None, kind if own else None
         self._first, self._trim = True, False
-        self._is_call = own and name != ""
+        self._is_call = name != ""
         if self._is_call:
             self._call = CallReader(("arguments",), self._is_tool, name=name)
 
     def _function(self, header: str) -> str:
-        """The tool that a header is addressed to; "" if none."""
-        recipient = _RECIPIENT.search(header)
-        if recipient is None:
-            return ""
-        name = recipient[1].removeprefix(FUNCTIONS)
-        if name == recipient[1] and self._tools is None:
-            return ""  # nobody says that it is a function
-        return name if self._is_tool(name) else ""
+        """The first tool that a header is addressed to; "" if none."""
+        for addressed, recipient in _RECIPIENT.findall(header):
+            name = recipient.removeprefix(FUNCTIONS)
+            # Where nobody says which tools there are, a bare name is none.
+            named = name != recipient or (addressed and self._tools is not None)
+            if named and self._is_tool(name):
+                return str(name)
+        return ""
 
     def _is_tool(self, name: str) -> bool:
         return name.isprintable() and name != "" and (self._tools is None or name in self._tools)
@@ -334,6 +351,6 @@ def _pattern(marks: tuple[str, ...]) -> re.Pattern[str]:
 
 def _header_size(layout: Messages, header: str) -> int:
     """Characters of a text that are a header, where no mark stands behind it."""
-    pattern = rf"{re.escape(layout.channel)}(?:{_CHANNEL.pattern})?(?:\s*to=[^\s<]*)?\s*"
+    pattern = rf"{re.escape(layout.channel)}\s*(?:{_NAMES})?(?:\s*to=[^\s<]*)?\s*"
     match = re.match(rf"{pattern}(?:(?:{re.escape(layout.constrain)})?\s*json\b)?\s*", header)
     return match.end() if match else 0

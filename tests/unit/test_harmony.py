@@ -94,6 +94,22 @@ MESSAGES = {
     "odd_channel": (f"<|channel|>analysis??<|message|>a{NEXT}{FINAL}b", "b", "a", []),
     "two_channels": (f"<|channel|>final{THINK}a{NEXT}{FINAL}b", "b", "a", []),
     "order": (f"{FINAL}b{NEXT}{THINK}a", "b", "a", []),
+    "stray_recipient": (
+        f"<|channel|>commentary to=assistant{THINK}a{NEXT}{FINAL}b", "b", "a", [],
+    ),
+    "to_itself": (f"<|channel|>commentary to=assistant<|message|>a{NEXT}{FINAL}b", "a\nb", "", []),
+    "recipient_of_another_channel": (
+        f"<|channel|>analysis to=functions.f<|channel|>commentary json<|message|>{RAW}<|call|>",
+        "", "", [("f", RAW)],
+    ),
+    "recipient_for_a_channel": (
+        f"<|channel|>functions.f<|channel|>commentary to=assistant json<|message|>{RAW}<|call|>",
+        "", "", [("f", RAW)],
+    ),
+    "odd_channel_before_a_thought": (f"<|channel|>??{NEXT}{THINK}a{NEXT}{FINAL}b", "b", "a", []),
+    "known_channel_before_a_thought": (f"<|channel|>commentary{NEXT}{THINK}a", "", "a", []),
+    "odd_channel_at_the_end": ("<|channel|>Hello!<|return|>", "Hello!", "", []),
+    "signs_before_a_channel": (f"<|channel|>––analysis<|message|>a{NEXT}{FINAL}b", "b", "a", []),
     "no_header": ("Hello <b>", "Hello <b>", "", []),
     "no_message_mark": ("<|channel|>final Hi<|return|>", "Hi", "", []),
     "call_without_message_mark": (
@@ -571,6 +587,13 @@ def test_items_that_come_back_are_the_same_turns():
         "<|start|>assistant"
     )
     assert "Reasoning: low" in server.prompts[1]
+
+
+def test_a_turn_that_was_cut_off_within_its_reasoning_comes_back():
+    server = Scripted(FINAL)
+    cut = {"role": "assistant", "content": None, "reasoning": "I need"}
+    server.post(messages=[{"role": "user", "content": "x"}, cut, {"role": "user", "content": "y"}])
+    assert f"<|start|>assistant{FINAL}<|end|><|start|>user<|message|>y" in server.prompts[0]
 
 
 def test_results_that_name_no_call_stay():
