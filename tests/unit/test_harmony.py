@@ -338,15 +338,15 @@ class Scripted:
     tokens. `asked` are the settings that reached it, `prompts` what it was to go on with.
     """
 
-    def __init__(self, *texts, step=1, ends=(), length=False):
+    def __init__(self, *texts, step=1, ends=(), length=False, form=HARMONY, tokenizer=TOKENIZER):
         self.asked, self.prompts = [], []
-        engine = EngineProcess({}, TOKENIZER, limits=Limits(9, 99_999))
+        engine = EngineProcess({}, tokenizer, limits=Limits(9, 99_999))
         sizes = {"max_num_seqs": 4, "num_pages": 999, "max_model_len": 9999, "page_size": 16}
         engine.ready = SimpleNamespace(model=sizes, options={})
         texts = itertools.cycle(texts)
 
         def steps(message, text):
-            ids = text if isinstance(text, list) else encode(text)
+            ids = text if isinstance(text, list) else tokenizer.encode(text, False)
             scored = message.params.logprobs is not None
             live, index = engine._live[message.id]
 
@@ -368,13 +368,13 @@ class Scripted:
             if isinstance(message, Add):
                 self.asked.append(message.params)
                 self.prompts.append(
-                    TOKENIZER.decode(list(memoryview(message.prompt).cast("i")), False)
+                    tokenizer.decode(list(memoryview(message.prompt).cast("i")), False)
                 )
                 self._tasks.append(asyncio.ensure_future(steps(message, next(texts))))
 
         engine._send = answer
         self._tasks = []
-        settings = Settings(["m"], TOKENIZER, SamplingParams(), HARMONY, TEMPLATE)
+        settings = Settings(["m"], tokenizer, SamplingParams(), form, TEMPLATE)
         settings.end_token_ids = tuple(ends)
         self._app = build_app(settings, engine, Metrics())
 
@@ -530,6 +530,23 @@ def test_special_tokens_that_a_client_asks_for_are_text():
     )
     (choice,) = Scripted(ids).post()["choices"]
     assert choice["message"]["content"] == "bc"
+
+
+@pytest.mark.parametrize("step", [1, 9999])
+@pytest.mark.parametrize("stream", [False, True])
+def test_special_tokens_that_are_no_marks_are_left_out_in_other_formats_too(stream, step):
+    form = FORMATS["mistral"]
+    tokenizer = byte_tokenizer(["<pad>", *form.marks])
+    text = '[THINK]a<pad>b[/THINK]c<pad>d[TOOL_CALLS]f[ARGS]{"a": 1}<pad>'
+    server = Scripted(text, step=step, form=form, tokenizer=tokenizer)
+    told = server.post(tools=TOOLS[:1], stream=stream, stop=["bc", "1}"])
+    if stream:
+        content, reasoning, calls, *_ = put_together(told)
+    else:
+        message = told["choices"][0]["message"]
+        content, reasoning = message["content"], message["reasoning"]
+        calls = [[c["function"]["name"], c["function"]["arguments"]] for c in message["tool_calls"]]
+    assert (content, reasoning, calls) == ("cd", "ab", [["f", '{"a": ']])
 
 
 def test_a_turn_that_comes_back_is_what_the_template_reads():
