@@ -75,7 +75,7 @@ class MessageParser:
         self._role, self._has_role = "", False
         self._channels = ""  # of this header, which another one has replaced
         self._kind: type[ContentText] | type[ReasoningText] | None = ContentText
-        self._first, self._trim = True, False
+        self._first = True
         self._is_call = False
         self._call: CallReader | None = None
         self._started, self._held = False, ""
@@ -244,7 +244,7 @@ class MessageParser:
         match = _CHANNEL.match(channel)
         kind = ReasoningText if match and match[1] == REASONING else ContentText
         self._header, self._kind = None, kind if own else None
-        self._first, self._trim = True, False
+        self._first = True
         self._is_call = name != ""
         if self._is_call:
             self._call = CallReader(("arguments",), self._is_tool, name=name)
@@ -270,35 +270,33 @@ class MessageParser:
         self._say(text)
 
     def _say(self, text: str) -> None:
-        if self._trim:
-            text = text.lstrip()
         if not text or self._kind is None:
             return
         if self._first and self._kind in self._said:
             text = "\n" + text
-        self._first = self._trim = False
+        self._first = False
         self._said.add(self._kind)
         self._events.append(self._kind(text))
 
     def _read_call(self, call: CallReader, text: str) -> str:
-        """The text behind a call, or all of it if it is none."""
+        """What is a text, as it turns out to be no call. Arguments that have begun go on to the
+        message's end, if they break, and what stands behind whole ones is left out.
+        """
         stop = len(text) if self._started else min(len(text), MAX_HELD - len(self._held))
         end = call.feed(text, 0, stop)
         if call.ready and not self._started:
             self._start_call(call)
         if self._started:
+            if call.bad:
+                call.pieces.append(text[end:])
             self._emit_arguments(call)
-        else:
-            self._held += text[:end]
-            call.bad = call.bad or len(self._held) >= MAX_HELD
-        if not (call.done or call.bad):
             return ""
-        held, text = self._held, text[end:]
-        if self._started:
-            self._end_call(whole=True)
-            return text
+        self._held += text[:end]
+        if not call.bad and len(self._held) < MAX_HELD:
+            return ""
+        held = self._held
         self._clear_call()
-        return held + text
+        return held + text[end:]
 
     def _start_call(self, call: CallReader) -> None:
         self._started, self._held = True, ""
@@ -325,9 +323,9 @@ class MessageParser:
                 self._emit_arguments(call)
         if self._started:
             self._events.append(ToolCallEnd(self._num_calls - 1, call.whole))
-            self._trim, held = True, ""
+        else:
+            self._say(held)
         self._clear_call()
-        self._say(held)
 
     def _clear_call(self) -> None:
         self._call, self._started, self._held = None, False, ""

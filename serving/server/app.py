@@ -356,8 +356,7 @@ class Server:
                 params = replace(params, structured_outputs=bound)
             except RequestError as error:
                 raise renamed(error, {FORM: chat.form_field}) from None
-        if not params.ignore_eos:
-            ends = self._settings.end_token_ids
+        if (ends := self._settings.end_token_ids) and not params.ignore_eos:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
         live = self._add(request, chat, ids, params)
         tokenizer, form = self._settings.tokenizer, self._settings.format

@@ -89,7 +89,7 @@ MESSAGES = {
         f"<|channel|>analysis to=python code<|message|>1{NEXT}{FINAL}x", "x", "1", [],
     ),
     "no_json": (f"{to('f', 'print(1)')}<|call|>", "print(1)", "", []),
-    "call_then_text": (f"{to('f', '{}')} and{NEXT}{FINAL}x", "and\nx", "", [("f", "{}")]),
+    "call_then_text": (f"{to('f', '{}')} }} and{NEXT}{FINAL}x", "x", "", [("f", "{}")]),
     "unknown_channel": (f"<|channel|>comment<|message|>a{NEXT}{FINAL}b", "a\nb", "", []),
     "odd_channel": (f"<|channel|>analysis??<|message|>a{NEXT}{FINAL}b", "b", "a", []),
     "two_channels": (f"<|channel|>final{THINK}a{NEXT}{FINAL}b", "b", "a", []),
@@ -258,13 +258,14 @@ def test_a_call_cut_off_is_partial():
     assert (call.arguments, call.complete, message.finish_reason) == ('{"a": ', False, "length")
 
 
-def test_arguments_that_break_end_the_call_and_the_rest_is_content():
-    text = to("f", '{"a": nope}') + " x<|call|>"
+@pytest.mark.parametrize("arguments", ['{"a": nope} x', '{"a": "line\nbreak"}', '{"a": 1'])
+def test_arguments_that_break_are_what_the_model_wrote(arguments):
+    """Their end is known all the same, and a client may make more of them."""
+    text = f"{to('f', arguments)}{NEXT}{FINAL}y"
     message = parse(text, "harmony", PROMPT, ["f"])
-    assert [(call.arguments, call.complete) for call in message.tool_calls] == [
-        ('{"a": nope', False)
-    ]
-    assert message.content == "} x"
+    assert [(call.arguments, call.complete) for call in message.tool_calls] == [(arguments, False)]
+    assert message.content == "y"
+    assert run(list(text)) == run([text])
 
 
 @pytest.mark.parametrize(
