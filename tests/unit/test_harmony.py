@@ -531,6 +531,11 @@ def test_special_tokens_that_a_client_asks_for_are_text():
     )
     (choice,) = Scripted(ids).post()["choices"]
     assert choice["message"]["content"] == "bc"
+    # And stop strings are found in them.
+    server = Scripted(ids)
+    (choice,) = server.post(skip_special_tokens=False, stop=["<|end|><|start|>"])["choices"]
+    assert (choice["message"]["content"], choice["message"]["reasoning"]) == ("", "a")
+    assert choice["stop_reason"] == "<|end|><|start|>"
 
 
 @pytest.mark.parametrize("step", [1, 9999])
