@@ -40,6 +40,16 @@ class AnswerGrammar:
             return False
         return self._tail.endswith(think[0]) or self._token_id(think[0]) is not None
 
+    def form(self, kind: str, text: str) -> str | None:
+        """What binds an answer to a form of `structured_outputs` behind reasoning; None where the
+        form binds all that is written.
+        """
+        if not self.may_reason:
+            return None
+        if kind in ("json", "json_object"):
+            return self.json(json.loads(text) if text else {"type": "object"})
+        return self.choice(json.loads(text)) if kind == "choice" else None
+
     def json(self, schema: Mapping[str, Any]) -> str:
         """A value of `schema`, behind reasoning."""
         return self._whole("answer", f"answer: {as_rule(schema)}\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -33,14 +35,23 @@ class MessageGrammar:
         """Whether reasoning may come before the answer itself."""
         return not self._in_answer
 
+    def form(self, kind: str, text: str) -> str | None:
+        """See `AnswerGrammar`."""
+        if not self.may_reason:
+            return None
+        if kind in ("json", "json_object"):
+            return self.json(json.loads(text) if text else {"type": "object"})
+        if kind == "regex":
+            return self._final(_expression(text))
+        return self.choice(json.loads(text)) if kind == "choice" else None
+
     def json(self, schema: Mapping[str, Any]) -> str:
         """A value of `schema`, behind reasoning."""
-        return self._whole(f"{self._head(FINAL)} answer", f"answer: {as_rule(schema)}\n")
+        return self._final(as_rule(schema))
 
     def choice(self, texts: Sequence[str]) -> str:
         """One of some texts, behind reasoning."""
-        choices = " | ".join(map(literal, texts))
-        return self._whole(f"{self._head(FINAL)} answer", f"answer: {choices}\n")
+        return self._final(" | ".join(map(literal, texts)))
 
     def calls(self, tools: Sequence[Mapping[str, Any]], *, several: bool) -> str:
         """One call of one of `tools`, or `several`, behind reasoning."""
@@ -62,6 +73,9 @@ class MessageGrammar:
         if self._in_answer:
             return self._whole(f"TEXT ({self._next} {body})?", rules, opened="")
         return self._whole(body, rules)
+
+    def _final(self, answer: str) -> str:
+        return self._whole(f"{self._head(FINAL)} answer", f"answer: {answer}\n")
 
     def _whole(self, body: str, rules: str, opened: str | None = None) -> str:
         """A grammar of reasoning and then `body`, behind what ends what the prompt has begun."""
@@ -90,6 +104,16 @@ class MessageGrammar:
             rules += f"call_{i}: ({to} {channel} | {channel} {to}) kind? {self._message} "
             rules += f"arguments_{i}\narguments_{i}: {as_rule(argument_schema(tool, strict))}\n"
         return rules
+
+
+def _expression(text: str) -> str:
+    """A regular expression as a grammar has it: between slashes, in one line."""
+    escaped = re.sub(r"(?s)\\.|/|\n", _escaped, text)
+    return f"/{escaped}/"
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(found[0], found[0])
 
 
 def answer_grammar(

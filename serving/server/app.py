@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -379,10 +378,8 @@ class Server:
             text = grammar.may_call(chat.offered, several=False, strict=chat.tool_names)
         elif form is None and chat.binds_calls and self._settings.format.may_call:
             text = grammar.may_call(chat.offered, several=True, strict=chat.strict_tools)
-        elif form is not None and grammar.may_reason and form.kind in ("json", "json_object"):
-            text = grammar.json(json.loads(form.text) if form.text else {"type": "object"})
-        elif form is not None and grammar.may_reason and form.kind == "choice":
-            text = grammar.choice(json.loads(form.text))
+        elif form is not None and (around := grammar.form(form.kind, form.text)) is not None:
+            text = around
         else:
             return None
         return StructuredOutputs("grammar", text)

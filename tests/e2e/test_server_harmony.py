@@ -3,6 +3,7 @@ client. What it writes is dictated by a grammar, as its weights are noise.
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -150,6 +151,14 @@ def test_an_answer_of_a_form(client, seed):
     ).choices
     assert choice.finish_reason == "stop"
     assert json.loads(choice.message.content)["city"] in CITY["enum"]
+    bound = {"structured_outputs": {"regex": "[0-9]{2}/[a-z]"}}
+    answer = client.chat.completions.create(
+        **asked, messages=MESSAGES, max_tokens=900, extra_body=bound
+    )
+    (choice,) = answer.choices
+    assert choice.finish_reason == "stop"
+    assert re.fullmatch("[0-9]{2}/[a-z]", choice.message.content)
+    assert answer.usage.completion_tokens > 4  # it has a header
 
 
 def test_a_response_has_items(client):

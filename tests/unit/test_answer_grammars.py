@@ -300,6 +300,28 @@ def test_forms_of_an_answer_in_messages(harmony):
     assert not behind("<|start|>assistant<|channel|>final<|message|>I sa").may_reason
 
 
+@pytest.mark.parametrize(
+    ("expression", "good", "bad"),
+    [
+        ("[0-9]+/[a-z]", "12/x", "12"),
+        (r"a\/b\\/c|d", r"a/b\/c", "a/b/c"),
+        ("a\nb|c\\\n", "a\nb", "a"),
+        (r"\d{2}\n", "12\n", "12"),
+        ('say "(yes|no)"', 'say "no"', "no"),
+        ("[/]+é", "//é", "//"),
+    ],
+)
+def test_expressions_bind_the_text_of_the_answer_in_messages(harmony, expression, good, bad):
+    behind, accepts = harmony
+    form = behind("<|end|><|start|>assistant").form("regex", expression)
+    for before in ("", THOUGHT):
+        assert accepts(form, before + FINAL + good)
+        assert not accepts(form, before + FINAL + bad)
+    assert not accepts(form, good)
+    assert behind("I sa").form("regex", expression) is None
+    assert behind("<|end|><|start|>assistant").form("grammar", "start: /a/") is None
+
+
 def test_calls_in_messages_that_must_come(harmony):
     behind, accepts = harmony
     grammar = behind("<|end|><|start|>assistant")
