@@ -16,9 +16,13 @@ PREAMBLE, FINAL = ANSWERS
 
 
 class MessageGrammar:
-    """As `AnswerGrammar`, where each message has a header."""
+    """As `AnswerGrammar`, where each message has a header. `ends` are tokens that end an answer and
+    that a grammar has to name: of those that the model's config knows it says nothing.
+    """
 
-    def __init__(self, form: Format, token_id: TokenId, prompt_tail: str) -> None:
+    def __init__(
+        self, form: Format, token_id: TokenId, prompt_tail: str, ends: Collection[int] = ()
+    ) -> None:
         layout = layout_of(form)
         self._channel, self._constrain, self._message, self._end, start = (
             f"<[{token_id(mark)}]>"
@@ -26,6 +30,9 @@ class MessageGrammar:
         )
         self._begin = f"{start} {literal(ROLE)}"
         self._next = f"{self._end} {self._begin}"
+        known = (number for number in map(token_id, layout.stops) if number in ends)
+        stops = [f"<[{number}]>" for number in known]
+        self._stop = f" ({' | '.join(stops)})?" if stops else ""
         place = MessageParser(form, None, prompt_tail)
         self._in_answer, self._in_reasoning = place.answers, place.reasons
         self._in_header = prompt_tail.rstrip().endswith(f"{layout.start}{ROLE}")
@@ -55,8 +62,8 @@ class MessageGrammar:
 
     def calls(self, tools: Sequence[Mapping[str, Any]], *, several: bool) -> str:
         """One call of one of `tools`, or `several`, behind reasoning."""
-        body = f"call ({self._next} call)*" if several else "call"
-        return self._whole(body, self._call_rules(tools, None))
+        more = f" ({self._next} call)*" if several else ""
+        return self._whole(f"call{more}{self._stop}", self._call_rules(tools, None))
 
     def may_call(
         self, tools: Sequence[Mapping[str, Any]], *, several: bool, strict: Collection[str]
@@ -69,13 +76,13 @@ class MessageGrammar:
         rules += f"say: {self._head(PREAMBLE)} TEXT {self._next}\n"
         rules += f"final: {self._head(FINAL)} TEXT\n"
         before = f"think | say | call {self._next}" if several else "think | say"
-        body = f"({before})* (final | call)"
+        body = f"({before})* (final | call){self._stop}"
         if self._in_answer:
             return self._whole(f"TEXT ({self._next} {body})?", rules, opened="")
         return self._whole(body, rules)
 
     def _final(self, answer: str) -> str:
-        return self._whole(f"{self._head(FINAL)} answer", f"answer: {answer}\n")
+        return self._whole(f"{self._head(FINAL)} answer{self._stop}", f"answer: {answer}\n")
 
     def _whole(self, body: str, rules: str, opened: str | None = None) -> str:
         """A grammar of reasoning and then `body`, behind what ends what the prompt has begun."""
@@ -117,8 +124,9 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def answer_grammar(
-    form: Format, token_id: TokenId, prompt_tail: str
+    form: Format, token_id: TokenId, prompt_tail: str, ends: Collection[int] = ()
 ) -> AnswerGrammar | MessageGrammar:
     """The grammars of a format."""
-    kind = AnswerGrammar if form.messages is None else MessageGrammar
-    return kind(form, token_id, prompt_tail)
+    if form.messages is None:
+        return AnswerGrammar(form, token_id, prompt_tail)
+    return MessageGrammar(form, token_id, prompt_tail, ends)

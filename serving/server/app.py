@@ -370,7 +370,8 @@ class Server:
         tokenizer, form = self._settings.tokenizer, params.structured_outputs
         if tokenizer is None:
             return None
-        grammar = answer_grammar(self._settings.format, tokenizer.token_id, tail)
+        ends = self._settings.end_token_ids
+        grammar = answer_grammar(self._settings.format, tokenizer.token_id, tail, ends)
         if chat.must_call:
             several = chat.parallel_tool_calls is not False and not chat.named_tool
             text = grammar.calls(chat.offered, several=several)

@@ -273,7 +273,11 @@ def harmony(tokens):
     token_id, accepts, are_tokens = tokens
     if not are_tokens:
         pytest.skip("is no model of that format")
-    return lambda tail: answer_grammar(FORMATS["harmony"], token_id, tail), accepts
+
+    def behind(tail, *ends):
+        return answer_grammar(FORMATS["harmony"], token_id, tail, {*map(token_id, ends)})
+
+    return behind, accepts
 
 
 def test_forms_of_an_answer_in_messages(harmony):
@@ -343,6 +347,23 @@ def test_calls_in_messages_that_must_come(harmony):
     assert all(accepts(one, call) for call in addressed('g"h', '{"b": [1]}'))
     within = behind("I sa").calls(TOOLS, several=False)
     assert accepts(within, f"y.{NEXT}" + next(addressed("f", '{"a": 3}')))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_mark_that_ends_an_answer_may_end_one_that_is_bound(harmony, known):
+    """Where it is none of the tokens that end every text, which grammars do not name."""
+    behind, accepts = harmony
+    grammar = behind("<|end|><|start|>assistant", *([] if known else ["<|call|>"]))
+    call = next(addressed("f", '{"a": 3}'))
+    for bound in (
+        *(grammar.calls(TOOLS, several=several) for several in (True, False)),
+        *(grammar.may_call(TOOLS, several=several, strict=["f"]) for several in (True, False)),
+    ):
+        assert accepts(bound, call)
+        assert accepts(bound, f"{call}<|call|>") == (not known)
+        assert not accepts(bound, f"{call}<|return|>")
+        assert not accepts(bound, f"{call}<|call|>{NEXT}")
+    assert accepts(grammar.json(INTEGER), f'{FINAL}{{"a": 3}}<|call|>') == (not known)
 
 
 def test_calls_in_messages_that_may_come(harmony):
