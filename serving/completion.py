@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..shared.detokenizer import Detokenizer
@@ -26,7 +26,8 @@ class Mark:
 
 class Completion:
     """Turns the updates of one engine request into a `CompletionOutput`. `mark_ids` are tokens
-    without a text whose places are to be told: `marks`.
+    without a text whose places are to be told: `marks`; with each, whether stop strings are looked
+    for behind it, if it changes that.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Completion:
         self.output = CompletionOutput(index)
         self.done = False
         self.num_cached_tokens = 0
-        self.mark_ids: Collection[int] = ()
+        self.mark_ids: Mapping[int, bool | None] = {}
         self.marks: list[Mark] = []
         self._params = params
         if params.logprobs is not None:
@@ -92,6 +93,8 @@ class Completion:
         if token in self.mark_ids:
             output.text += self._text.settle()
             self.marks.append(Mark(token, len(output.text), len(output.token_ids) - 1))
+            if (searches := self.mark_ids[token]) is not None:
+                self._text.searches = searches
         self._look_for_stop()
 
     def _look_for_stop(self) -> None:

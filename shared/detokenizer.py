@@ -35,6 +35,7 @@ class Detokenizer:
     if any part of it is not UTF-8. Here, characters that were complete before the first wrong byte
     stay, since they were emitted; the rest is the same.
 
+    Where `searches` is false, stop strings are not looked for; it is changed behind `settle`.
     `stopped` is the stop string that was found, `num_tokens` counts the tokens that were taken,
     with the one that completed it.
     """
@@ -49,6 +50,7 @@ class Detokenizer:
         min_tokens: int = 0,
     ) -> None:
         self.stopped: str | None = None
+        self.searches = True
         self.num_tokens = 0
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -100,7 +102,7 @@ class Detokenizer:
         """What may be emitted once `text` follows. Keeps what could be the start of a stop
         string.
         """
-        if self._matcher is None or not text:
+        if self._matcher is None or not text or not self.searches:
             return text
         known, self._held = self._held + text, ""
         stop, end = self._matcher.scan(text, self.num_tokens > self._min_tokens)

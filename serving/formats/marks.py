@@ -12,6 +12,20 @@ def missing_marks(form: Format, tokenizer: Tokenizer) -> list[str]:
     return [mark for mark in marks if mark not in hidden_marks(form, tokenizer).values()]
 
 
+def searched_marks(form: Format, tokenizer: Tokenizer | None) -> dict[int, bool | None]:
+    """The hidden marks by id, and whether stop strings are looked for behind each: not in headers,
+    of which a client sees nothing. None: as before it.
+    """
+    rows = form.messages
+    hidden = hidden_marks(form, tokenizer)
+    if rows is None:
+        return dict.fromkeys(hidden)
+    return {
+        token_id: None if mark == rows.constrain else mark == rows.message
+        for token_id, mark in hidden.items()
+    }
+
+
 def hidden_marks(form: Format, tokenizer: Tokenizer | None) -> dict[int, str]:
     """The marks that are special tokens, by id: where these are skipped, a text is without them.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...shared.engine import TokenLogprobs, Update
@@ -74,8 +74,8 @@ class Live:
         self._told = [(0, 0, False) for _ in settings]
         self._told_marks = [0] * len(settings)
 
-    def look_for(self, mark_ids: Collection[int]) -> None:
-        """Have `news` tell where these tokens, which have no text, stand."""
+    def look_for(self, mark_ids: Mapping[int, bool | None]) -> None:
+        """Have `news` tell where these tokens, which have no text, stand; see `Completion`."""
         for part in self.completions:
             part.mark_ids = mark_ids
 

@@ -308,7 +308,7 @@ def test_news_tell_of_marks_where_they_stand_in_new_text():
 
     async def check(size):
         one = Live([1], [SamplingParams(max_tokens=99)], tokenizer)
-        one.look_for({mark})
+        one.look_for({mark: None})
         text, places = "", []
         for place in range(0, len(ids), size):
             one.take(0, Update("1", tuple(ids[place : place + size])))
