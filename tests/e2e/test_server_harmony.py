@@ -161,11 +161,23 @@ def test_an_answer_of_a_form(client, seed):
     assert answer.usage.completion_tokens > 4  # it has a header
 
 
-def test_a_response_has_items(client):
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_has_items_and_goes_on(client, stream):
     flat = [{"type": "function", "name": "weather", "parameters": SCHEMA}]
-    told = client.responses.create(
-        model="m", input="x", tools=flat, extra_body=dictated(THINK + CALL)
-    )
+
+    def ask(text, said):
+        asked = dict(model="m", input=said, tools=flat, extra_body=dictated(text))
+        if not stream:
+            return client.responses.create(**asked)
+        *_, last = client.responses.create(**asked, stream=True)
+        assert last.type == "response.completed"
+        return last.response
+
+    told = ask(THINK + CALL, MESSAGES)
     reasoning, call = told.output
     assert reasoning.content[0].text == "I need it."
     assert (call.name, call.arguments) == ("weather", '{"city": "Ulm"}')
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "4 degrees"}
+    before = [item.model_dump() for item in told.output]
+    told = ask(f"{THINK}{FINAL}No.<|return|>", [*MESSAGES, *before, result])
+    assert (told.output_text, len(told.output)) == ("No.", 2)
