@@ -31,8 +31,8 @@ from ..shared.models.table import parameter_count
 from ..shared.worker import backend_module, is_installed
 
 PACKAGE = "twinfer"
-BROUGHT = ("triton", "jaxlib", "libtpu", "torch_xla")
-"""What frameworks bring, and what runs depends on."""
+FRAMEWORKS = ("torch", "triton", "torch_xla", "jax", "jaxlib", "libtpu")
+"""What runs depends on, with what frameworks bring."""
 NO_EXTRAS = (*BACKENDS, "tpu", "cuda", "dev")
 """Extras that are no more than a backend, which is looked at by itself; and that of who works on
 this package.
@@ -80,7 +80,7 @@ def run_collect_env(arguments: argparse.Namespace) -> int:
 def environment() -> dict[str, Any]:
     """Versions, machine, devices, and variables that change what runs; none that holds a secret."""
     needed = {name for names in _extras().values() for name in names}
-    names = (PACKAGE, *sorted({*_required(), *needed, *BROUGHT}))
+    names = (PACKAGE, *sorted({"numpy", *_required(), *needed, *FRAMEWORKS}))
     found = {name: text for name in names if (text := _version(name)) is not None}
     named = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
     hidden = {
@@ -163,6 +163,8 @@ def _checks(model: str | None, port: int) -> Iterator[Check]:
         yield Check("chosen", "ok", f"{backend} on {device.platform}{why}")
     except TwinferError as error:
         yield Check("chosen", "bad", str(error))
+    if not _requirements():
+        yield Check("extras", "note", f"are not known: {PACKAGE} is not installed, its sources are")
     for extra, names in _extras().items():
         missing = sorted(name for name in names if _version(name) is None)
         what = f"misses {', '.join(missing)}: pip install 'twinfer[{extra}]'"

@@ -67,12 +67,18 @@ def test_every_extra_is_looked_at(capsys):
 
 
 def test_sources_that_are_not_installed_have_no_extras(capsys, monkeypatch):
+    """But what runs is known nevertheless."""
+
     def not_found(name):
         raise PackageNotFoundError
 
     monkeypatch.setattr(doctor, "requires", not_found)
     _, found = verdicts(capsys)
     assert not [name for name in found if name.startswith("extra ")]
+    assert found["extras"]["verdict"] == "note"
+    assert main(["collect-env"]) == 0
+    versions = json.loads(capsys.readouterr().out)["versions"]
+    assert {"python", "numpy", "torch", "triton", "jax", "jaxlib"} <= set(versions)
 
 
 def test_what_is_missing(capsys, monkeypatch, tmp_path):
