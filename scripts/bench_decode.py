@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 from twinfer import LLM, SamplingParams
-from twinfer.serving.parser import OneLineParser, json_object, output_file, sizes
+from twinfer.serving.parser import OneLineParser, json_object, output_file, whole_numbers
 from twinfer.serving.program import run_program
 
 STEPS = 64
@@ -42,7 +42,7 @@ def main() -> None:
     )
     parser.add_argument("--model", required=True)
     parser.add_argument("--backend", default="torch")
-    parser.add_argument("--batch-sizes", type=sizes, default="1,8,64")
+    parser.add_argument("--batch-sizes", type=whole_numbers(1), default="1,8,64")
     parser.add_argument("--options", type=json_object, default={}, help="engine options as JSON")
     parser.add_argument("--json", type=output_file, help="file for the results")
     arguments = parser.parse_args()

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from twinfer.bucketing import Descriptor
-from twinfer.serving.parser import OneLineParser, sizes, whole_number
+from twinfer.serving.parser import OneLineParser, whole_number, whole_numbers
 from twinfer.serving.program import run_program
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.executor.driver import Ranks, Subprocesses
@@ -80,7 +80,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--requests", type=whole_number(1), default=256)
-    parser.add_argument("--ranks", type=sizes, default="2,4")
+    parser.add_argument("--ranks", type=whole_numbers(1), default="2,4")
     arguments = parser.parse_args()
     print(f"{len(encode(step_of(1, arguments.requests)))} bytes a step")
     for count in arguments.ranks:

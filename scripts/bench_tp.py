@@ -35,9 +35,9 @@ from twinfer.serving.parser import (
     OneLineParser,
     json_object,
     output_file,
-    sizes,
     some_of,
     whole_number,
+    whole_numbers,
 )
 from twinfer.serving.program import run_program
 from twinfer.shared.models.locate import model_folder
@@ -284,7 +284,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="llama3-8b")
     parser.add_argument("--ranks", type=whole_number(1), default=2)
-    parser.add_argument("--batch-sizes", type=sizes, default="1,8,64,256")
+    parser.add_argument("--batch-sizes", type=whole_numbers(1), default="1,8,64,256")
     parser.add_argument("--parts", type=some_of(PARTS), default="sums,tokens,graphs,engines")
     parser.add_argument("--only", default="", help="names that begin so: 'tp 1,tp 2 peers'")
     parser.add_argument("--options", type=json_object, default={}, help="more, of the engines")
@@ -307,7 +307,7 @@ def main() -> None:
         made = limits()
     elif arguments.engine is not None:
         more = arguments.input_len, arguments.repeats, arguments.mixed
-        made = engine(arguments.model, arguments.engine, list(arguments.batch_sizes), *more)
+        made = engine(arguments.model, arguments.engine, arguments.batch_sizes, *more)
     elif arguments.tokens is not None:
         made = tokens(arguments.tokens)
     if made is not None:

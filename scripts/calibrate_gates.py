@@ -379,11 +379,11 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(f"  {name:32} {most:9.3f} {high:9.3f} {middle:9.3f}  of {len(values)}")
 
 
-def known(path: Path | None) -> list[dict[str, Any]]:
-    """The rows of a table, none if there is no such file. A line that was cut off is left out."""
-    if path is None or not path.exists():
+def known(path: str | None) -> list[dict[str, Any]]:
+    """The rows of a table. A line that was cut off is left out."""
+    if path is None:
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
@@ -419,12 +419,13 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--workers", type=whole_number(1), default=1, metavar="N", help="processes")
     parser.add_argument("--seconds", type=float, metavar="S", help="begin no model after so many")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="a table that goes on")
+    parser.add_argument("--out", type=output_file, metavar="FILE", help="a table that goes on")
     arguments = parser.parse_args()
-    if arguments.out is not None:
-        output_file(str(arguments.out))
     half = HALVES[arguments.held_back]
-    rows = [row for row in known(arguments.out) if row["half"] == half]
+    try:
+        rows = [row for row in known(arguments.out) if row["half"] == half]
+    except (ValueError, KeyError) as error:
+        parser.error(f"argument --out: {arguments.out} is no table of this script: {error}")
     todo = planned(arguments, {(row["seed"], row["number"]) for row in rows})
     started = time.perf_counter()
     with ProcessPoolExecutor(arguments.workers, get_context("spawn")) as pool:
@@ -443,7 +444,7 @@ def main() -> None:
     show(rows)
 
 
-def note(rows: list[dict[str, Any]], out: Path | None) -> list[dict[str, Any]]:
+def note(rows: list[dict[str, Any]], out: str | None) -> list[dict[str, Any]]:
     """Say the alarms of some runs, and add them to the table."""
     for row in rows:
         if row["complaints"]:
@@ -452,7 +453,7 @@ def note(rows: list[dict[str, Any]], out: Path | None) -> list[dict[str, Any]]:
             print(f"ALARM {row['question']} {row['model']}, run {row['number']}: {what}")
             print(f"  {row['complaints'][0]}", flush=True)
     if out is not None:
-        with out.open("a", encoding="utf-8") as file:
+        with open(out, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
     return rows
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from twinfer.serving.parser import OneLineParser, argument, whole_number
 from twinfer.serving.program import run_program
 from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.locate import model_folder
-from twinfer.shared.option_text import biases, json_object
+from twinfer.shared.option_text import json_object, words
 from twinfer.shared.step_cost import LINKS, number_of_sums, step_ms
 
 BFLOAT16 = 2
@@ -53,6 +54,18 @@ def results(path: str) -> dict[str, Any]:
     return json_object(text)
 
 
+def times(text: str) -> dict[int, float]:
+    """Batch sizes, and the milliseconds of a step of each."""
+    pairs = [pair.partition(":") for pair in words(text)]
+    try:
+        found = {int(batch): float(took) for batch, _, took in pairs}
+    except ValueError:
+        found = {}
+    if not found or not all(batch > 0 and 0 < took < inf for batch, took in found.items()):
+        raise ValueError(f"{text!r} is not times such as 1:3.8,64:5.3")
+    return found
+
+
 def main() -> None:
     """Print a table."""
     parser = OneLineParser(
@@ -65,14 +78,18 @@ def main() -> None:
     parser.add_argument("--shards", type=whole_number(1), default=2)
     parser.add_argument(
         "--one",
-        type=argument(biases),
-        default="",
+        type=argument(times),
+        default={},
         help="BATCH:MS of one device, with commas between",
     )
     parser.add_argument("--link", choices=LINKS, default="peers")
     arguments = parser.parse_args()
     if arguments.measured:
-        for what, modelled, took in compare(arguments.measured):
+        try:
+            rows = compare(arguments.measured)
+        except KeyError as error:
+            parser.error(f"argument --measured: it has no {error}; --parts engines measures that")
+        for what, modelled, took in rows:
             print(f"{what:42} {modelled:10.2f} {took:10.2f}  {modelled / took - 1:+.1%}")
         return
     link = LINKS[arguments.link]

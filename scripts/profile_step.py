@@ -21,7 +21,13 @@ from typing import Any
 
 import torch
 
-from twinfer.serving.parser import OneLineParser, json_object, output_file, sizes, whole_number
+from twinfer.serving.parser import (
+    OneLineParser,
+    json_object,
+    output_file,
+    whole_number,
+    whole_numbers,
+)
 from twinfer.serving.program import run_program
 from twinfer.shared import engine as engine_module
 from twinfer.shared.config import EngineConfig
@@ -132,15 +138,15 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", default="qwen3-0.6b")
-    parser.add_argument("--batch-sizes", type=sizes, default="1,8,64,256")
+    parser.add_argument("--batch-sizes", type=whole_numbers(1), default="1,8,64,256")
     parser.add_argument(
         "--penalised",
-        type=sizes,
+        type=whole_numbers(0),
         default="0",
         help="how many of the requests have a penalty; of several numbers, one after another",
     )
     parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--steps", type=whole_number(30), default=100)
+    parser.add_argument("--steps", type=whole_number(22), default=100)
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--compilation-config", type=json_object, default={})

@@ -23,7 +23,7 @@ from typing import Any
 
 from compare_kernels import CHIPS, Call
 
-from twinfer.serving.parser import OneLineParser, sizes, some_of
+from twinfer.serving.parser import OneLineParser, some_of, whole_number, whole_numbers
 from twinfer.serving.program import run_program
 from twinfer.tpu import static_cost
 from twinfer.tpu.kernels import blocks
@@ -135,11 +135,11 @@ def main() -> int:
     )
     parser.add_argument("--chips", type=some_of(CHIPS), default=",".join(CHIPS))
     parser.add_argument(
-        "--heads", type=sizes, default="8", help="KV heads on a device, such as 8,2,1"
+        "--heads", type=whole_numbers(1), default="8", help="KV heads on a device, such as 8,2,1"
     )
-    parser.add_argument("--group", type=int, default=4, help="query heads to a KV head")
-    parser.add_argument("--hdim", type=int, default=128)
-    parser.add_argument("--page", type=int, default=128)
+    parser.add_argument("--group", type=whole_number(1), default=4, help="query heads to a KV head")
+    parser.add_argument("--hdim", type=whole_number(1), default=128)
+    parser.add_argument("--page", type=whole_number(1), default=128)
     parser.add_argument(
         "--dtype", default="bfloat16", help="of the cache: bfloat16, int8, float8_e4m3fn"
     )

@@ -34,7 +34,7 @@ from twinfer.ops.cases import load_all
 from twinfer.ops.cases.attention import paged
 from twinfer.ops.implement import preferred
 from twinfer.ops.testing import Judge, run
-from twinfer.serving.parser import OneLineParser, argument, output_file, sizes, some_of
+from twinfer.serving.parser import OneLineParser, argument, output_file, some_of, whole_numbers
 from twinfer.serving.program import run_program
 
 KERNELS = ("decode", "prefill", "hopper")
@@ -252,9 +252,11 @@ def main() -> None:
     parser.add_argument("--shapes", type=some_of(SHAPES), default=",".join(SHAPES))
     parser.add_argument("--kernels", type=some_of(KERNELS), default=",".join(KERNELS))
     parser.add_argument(
-        "--contexts", type=sizes, default="1024,32768", help="slots of a request, decode"
+        "--contexts", type=whole_numbers(1), default="1024,32768", help="slots of a request, decode"
     )
-    parser.add_argument("--batches", type=sizes, default="1,8,64", help="requests, decode")
+    parser.add_argument(
+        "--batches", type=whole_numbers(1), default="1,8,64", help="requests, decode"
+    )
     parser.add_argument(
         "--prompts",
         type=argument(prompts_of),
@@ -262,7 +264,10 @@ def main() -> None:
         help="slots before the step + its tokens",
     )
     parser.add_argument(
-        "--only", type=sizes, default="", help="numbers of candidates, 0 is the current one"
+        "--only",
+        type=whole_numbers(0),
+        default=(),
+        help="numbers of candidates, 0 is the current one",
     )
     parser.add_argument("--json", type=output_file, help="file for the figures")
     options = parser.parse_args()
@@ -271,8 +276,6 @@ def main() -> None:
     ops, rate = resolve("torch", preferred("torch", "cuda")).bind(), copy_rate()
     print(f"{torch.cuda.get_device_name()}: a copy moves {rate / 1e12:.2f} TB/s")
     real, rows = attention.config, []
-    batches, contexts = list(options.batches), list(options.contexts)
-    only = set(options.only)
     for name in options.shapes:
         shape = SHAPES[name]
         for kernel in options.kernels:
@@ -281,11 +284,14 @@ def main() -> None:
                 continue
             tried: list[tuple[float, dict[str, int]]] = []
             for number, setting in enumerate(settings(kernel, shape.size)):
-                if only and number not in only:
+                if options.only and number not in options.only:
                     continue
                 attention.config = replaced(kernel, setting)
                 try:
-                    found = measure(ops, shape, kernel, rate, batches, contexts, options.prompts)
+                    found = measure(
+                        ops, shape, kernel, rate,
+                        options.batches, options.contexts, options.prompts,
+                    )  # fmt: skip
                 except Exception as error:  # too much shared memory: not a candidate
                     print(f"{name} {kernel} {number} {setting}: {str(error)[:120]}", flush=True)
                     continue

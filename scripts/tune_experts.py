@@ -26,7 +26,7 @@ from tune_narrow import microseconds
 
 from twinfer.gpu.devices import find_device
 from twinfer.gpu.kernels import launch, moe, moe_narrow
-from twinfer.serving.parser import OneLineParser, output_file, sizes, some_of
+from twinfer.serving.parser import OneLineParser, output_file, some_of, whole_numbers
 from twinfer.serving.program import run_program
 
 ROUTINGS = 16
@@ -206,12 +206,12 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="gpt-oss-20b")
     parser.add_argument("--kind", choices=BYTES, default="fp4")
     parser.add_argument("--routing", type=some_of(KINDS_OF_ROUTING), default="even")
-    parser.add_argument("--tokens", type=sizes, default="1,8,64,256")
+    parser.add_argument("--tokens", type=whole_numbers(1), default="1,8,64,256")
     parser.add_argument("--json", type=output_file)
     parser.add_argument("--jobs", type=int, default=0)
     parser.add_argument("--compile", default="", help="JOB/JOBS: what a process of --jobs does")
     given = parser.parse_args()
-    tokens, shape = list(given.tokens), SHAPES[given.shape]
+    tokens, shape = given.tokens, SHAPES[given.shape]
     if given.compile:
         compile_only(shape, given.kind, tokens, *map(int, given.compile.split("/")))
         return

@@ -24,7 +24,7 @@ import torch
 
 from twinfer.gpu.devices import find_device
 from twinfer.gpu.kernels import launch, narrow
-from twinfer.serving.parser import OneLineParser, argument, output_file, sizes, some_of
+from twinfer.serving.parser import OneLineParser, argument, output_file, some_of, whole_numbers
 from twinfer.serving.program import run_program
 
 KINDS = ("int8", "fp8", "int4", "tokens", "quantises")
@@ -297,7 +297,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kinds", type=some_of(KINDS), default="int8,fp8,int4,tokens")
-    parser.add_argument("--rows", type=sizes, default="1,8,64,2048")
+    parser.add_argument("--rows", type=whole_numbers(1), default="1,8,64,2048")
     parser.add_argument("--shapes", type=argument(weights), help="of weights, as 6144x4096")
     parser.add_argument("--json", type=output_file)
     parser.add_argument("--jobs", type=int, default=0)
@@ -309,7 +309,7 @@ def main() -> None:
         compile_only(arguments_.compile.split(","))
         return
     find_device("cuda")
-    kinds, rows = arguments_.kinds, list(arguments_.rows)
+    kinds, rows = arguments_.kinds, arguments_.rows
     if arguments_.jobs:
         warm(kinds, rows, arguments_.jobs)
     original = launch.config

@@ -32,7 +32,7 @@ from twinfer.gpu.kernels import rows as row_kernels
 from twinfer.gpu.kernels.held_kernel import STEP
 from twinfer.gpu.precision import pin_precision
 from twinfer.gpu.precompile import compile_together, kernels_noted
-from twinfer.serving.parser import OneLineParser, output_file, sizes, some_of, whole_number
+from twinfer.serving.parser import OneLineParser, output_file, some_of, whole_number, whole_numbers
 from twinfer.serving.program import run_program
 from twinfer.shared.models import decoder
 from twinfer.shared.models.config_json import parse_config
@@ -303,7 +303,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", type=some_of(SHAPES), default="llama3-8b")
-    parser.add_argument("--rows", type=sizes, default="8,32,64")
+    parser.add_argument("--rows", type=whole_numbers(1), default="8,32,64")
     parser.add_argument(
         "--ranks", type=whole_number(1), default=1, help="of a model that is divided so"
     )

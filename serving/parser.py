@@ -194,6 +194,20 @@ def whole_number(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
     return read
 
 
+def whole_numbers(least: int) -> Callable[[str], list[int]]:
+    """A reader of one whole number or more from `least`, with commas between, for argparse."""
+
+    def read(text: str) -> list[int]:
+        numbers = list(option_text.sizes(text))
+        if not numbers or min(numbers) < least:
+            raise argparse.ArgumentTypeError(
+                f"got {text}, allowed are whole numbers from {least} with commas between"
+            )
+        return numbers
+
+    return argument(read)
+
+
 def not_empty(text: str) -> str:
     """A reader of texts, for argparse: a variable of a shell that is not set gives an empty one."""
     if not text:
@@ -215,12 +229,23 @@ def http_url(text: str) -> str:
     return text
 
 
-def check_writable(path: str) -> None:
-    """Raise ConfigError where a file of `--json` cannot be written: before the work, not after."""
+def output_file(path: str) -> str:
+    """A reader of files for results, for argparse, which are tried before the work, not after."""
     try:
         open(path, "a", encoding="utf-8").close()
     except OSError as error:
-        raise ConfigError(f"json: cannot write {path}: {error.strerror or error}") from error
+        raise argparse.ArgumentTypeError(
+            f"cannot write {path}: {error.strerror or error}"
+        ) from error
+    return path
+
+
+def check_writable(path: str) -> None:
+    """Raise ConfigError where a file of `--json` cannot be written."""
+    try:
+        output_file(path)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"json: {error}") from None
 
 
 def some_of(allowed: Iterable[str]) -> Callable[[str], list[str]]:
@@ -236,13 +261,6 @@ def some_of(allowed: Iterable[str]) -> Callable[[str], list[str]]:
     return read
 
 
-def output_file(path: str) -> str:
-    """A reader of files for results, for argparse, which are tried at once. Raises ConfigError."""
-    check_writable(path)
-    return path
-
-
 size = argument(option_text.size)
-sizes = argument(option_text.sizes)
 json_object = argument(option_text.json_object)
 token_ids = argument(option_text.token_ids)

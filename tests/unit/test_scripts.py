@@ -1,11 +1,13 @@
 """What scripts/ say to wrong input: one line, and exit code 2."""
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from twinfer.serving.parser import whole_numbers
 from twinfer.serving.program import run_program
 from twinfer.shared.errors import BackendUnavailable, ConfigError
 
@@ -23,14 +25,14 @@ NO_PROGRAMS = {
 WRONG = {
     "aot_table.py": (["--models", "nosuch"], "argument --models: got nosuch, allowed are "),
     "bench_decode.py": (["--model", "/nowhere"], "model: no such folder: /nowhere"),
-    "bench_forms.py": (["--json", "/nowhere/x"], "json: cannot write /nowhere/x"),
+    "bench_forms.py": (["--json", "/nowhere/x"], "argument --json: cannot write /nowhere/x"),
     "bench_front.py": (["--dtype", "foo"], "argument --dtype: invalid choice: 'foo'"),
     "bench_host.py": (["--against", "a=/nowhere"], "/nowhere is no checkout"),
     "bench_ops.py": (["--ops", "nosuch"], "--ops: got nosuch, allowed are add, "),
     "bench_ranks.py": (["--ranks", "x"], "argument --ranks: 'x' is not a number"),
     "bench_scheduler.py": (["--requests", "0"], "argument --requests: got 0, allowed is 1 to "),
     "bench_tp.py": (["--parts", "x"], "argument --parts: got x, allowed are limits, "),
-    "calibrate_gates.py": (["--out", "/nowhere/x"], "json: cannot write /nowhere/x"),
+    "calibrate_gates.py": (["--out", "/nowhere/x"], "argument --out: cannot write /nowhere/x"),
     "compare_commits.py": (
         ["--against", "a=/nowhere", "--models", "demo"], "/nowhere is no checkout",
     ),
@@ -40,7 +42,7 @@ WRONG = {
     "compile_blocks.py": (["--layers", "0"], "argument --layers: got 0"),
     "cost_tp.py": (["--measured", "/nowhere"], "argument --measured: cannot read /nowhere"),
     "plant_faults.py": (["--mode", "Z"], "argument --mode: got Z, allowed are S, P"),
-    "profile_step.py": (["--shape", "nosuch"], "model: no such folder: nosuch"),
+    "profile_step.py": (["--shape", "nosuch", "--steps", "24"], "model: no such folder: nosuch"),
     "rank_blocks.py": (["--heads", "x"], "argument --heads: 'x' is not a number"),
     "selftest.py": (["--model", "x"], "unknown argument --model"),
     "train_demo_model.py": (["--out", "/proc/x"], "--out: cannot make /proc/x"),
@@ -53,6 +55,19 @@ WRONG = {
 """By script, arguments that are wrong, and what is said."""
 QUICK = {"aot_table.py", "bench_scheduler.py", "cost_tp.py"}
 """Those that import no framework."""
+
+
+def complaint(name, *arguments):
+    """What a script ends with where its input is wrong."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / name), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1]
 
 
 def test_every_script_ends_as_a_program():
@@ -71,15 +86,35 @@ def test_every_script_with_arguments_is_tried():
 )
 def test_wrong_input_is_said(name):
     arguments, words = WRONG[name]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / name), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr
-    assert words in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
+    assert words in complaint(name, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"model": "demo", "sums_us": {}}', "argument --measured: it has no 'engines'; "),
+        ('{"model": "demo", "engines": {}}', "argument --measured: it has no 'tp 1'; "),
+        ("[]", "argument --measured: [] is not a JSON object"),
+    ],
+)
+def test_results_of_another_kind_are_said(text, words, tmp_path):
+    """As of bench_tp.py that ran other parts than the engines."""
+    measured = tmp_path / "out.json"
+    measured.write_text(text)
+    assert words in complaint("cost_tp.py", "--measured", str(measured))
+
+
+@pytest.mark.parametrize("times", ["5", "0:1", "-1:1", "1:nan", "1:-3", "x:1", ","])
+def test_times_that_are_none_are_said(times):
+    said = complaint("cost_tp.py", f"--one={times}")
+    assert f"argument --one: {times!r} is not times such as 1:3.8,64:5.3" in said
+
+
+@pytest.mark.parametrize("text", [",", "", "0,4", "-4", "4,x"])
+def test_numbers_that_are_too_few_or_too_low_are_said(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        whole_numbers(1)(text)
+    assert whole_numbers(0)("0,4,4k") == [0, 4, 4000]
 
 
 @pytest.mark.parametrize(
