@@ -170,10 +170,8 @@ def check_fields(instance: Any, error: Callable[[str, str], Exception]) -> None:
         value = getattr(instance, name)
         if value is entry.default and not entry.required:
             continue
-        if isinstance(value, np.generic) and not isinstance(value, np.bool_):
-            value = value.item()  # numpy's numbers stand for Python's
         try:
-            checked_value = entry.check(value)
+            checked_value = entry.check(_as_python(value))
         except Refusal as refusal:
             raise error(name, str(refusal)) from None
         if checked_value is not getattr(instance, name):
@@ -184,7 +182,15 @@ def asks_for_nothing(value: Any, *nothing: Any) -> bool:
     """Whether another engine's option has a value with which it asks for nothing: None, or one of
     `nothing` by type and value, as True is no 1, and an array is equal to no number.
     """
+    value = _as_python(value)
     return value is None or any(type(value) is type(one) and value == one for one in nothing)
+
+
+def _as_python(value: Any) -> Any:
+    """Numbers and texts of numpy stand for Python's; its truth values are none here."""
+    if isinstance(value, np.generic) and not isinstance(value, np.bool_):
+        return value.item()
+    return value
 
 
 def config_error(name: str, text: str) -> ConfigError:

@@ -19,6 +19,7 @@ from ...shared.chat import content_text
 from ...shared.errors import RequestError
 from ...shared.json_depth import MAX_DEPTH, nests_too_deep
 from ...shared.models.fields import quoted, show
+from ...shared.options import asks_for_nothing
 from ...shared.request_checks import MAX_PRIORITY
 from ...shared.sampling_kinds import Temperature
 from ...shared.sampling_params import SamplingParams
@@ -150,8 +151,7 @@ class Generation(BaseModel):
     def check(self) -> None:
         """Raise RequestError for a field that cannot be had, and for options without a stream."""
         for name, why in self.refused.items():
-            value = (self.model_extra or {}).get(name)
-            if value is not None and value is not False and value != []:  # these ask for nothing
+            if not asks_for_nothing((self.model_extra or {}).get(name), False, []):
                 raise RequestError(name, why)
         self.check_lists(1)
         # Larger ones do not fit into a message to the engine, which checks all else of it.

@@ -62,6 +62,10 @@ def test_what_asks_for_nothing_is_no_error():
         {"pipeline_parallel_size": 1, "cpu_offload_gb": 0, "tokenizer_mode": "auto"}
     )
     assert not other_flags.checked_options({"cpu_offload_gb": 0.0, "hf_overrides": None})
+    # Numbers and texts of numpy stand for Python's, as in the options that there are.
+    assert not other_flags.checked_options(
+        {"swap_space": np.float64(0), "max_logprobs": np.int64(20), "runner": np.str_("auto")}
+    )
     # What vLLM has where nobody says anything.
     assert not other_flags.checked_options(
         {"hf_overrides": {}, "limit_mm_per_prompt": {}, "runner": "auto", "max_logprobs": 20}
@@ -110,7 +114,7 @@ def test_unknown_sampling_params_name_the_nearest():
     "given",
     [*({name: None} for name in sorted(ELSEWHERE)), {"bad_words": [], "best_of": 1},
      {"detokenize": True, "use_beam_search": False, "length_penalty": 1.0},
-     {"length_penalty": 1}],
+     {"length_penalty": 1}, {"best_of": np.int64(1), "length_penalty": np.float32(1.0)}],
     ids=str,
 )  # fmt: skip
 def test_sampling_params_that_ask_for_nothing_are_no_error(given):
