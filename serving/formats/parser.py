@@ -215,7 +215,7 @@ class OutputParser:
                 self._begin_call()
                 return place
             if character == "[" and calls.listed and not (self._head.strip() or self._listed):
-                self._listed = True
+                self._listed, named = True, False
             elif (named or character.isspace()) and len(self._head) < MAX_HEAD:
                 self._head += character
             else:

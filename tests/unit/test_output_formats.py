@@ -163,6 +163,13 @@ MESSAGES = {
         "",
         [("f", RAW), ("g", "{}")],
     ),
+    "mistral_broken_list": (
+        "mistral",
+        '[TOOL_CALLS][x [TOOL_CALLS]f[ARGS]{"a": 1}',
+        "[TOOL_CALLS][x",
+        "",
+        [("f", '{"a": 1}')],
+    ),
     "mistral_prose": ("mistral", "[TOOL_CALLS] is a mark", "[TOOL_CALLS] is a mark", "", []),
     "tags": (
         "qwen3_coder",
