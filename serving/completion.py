@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..shared.detokenizer import Detokenizer
@@ -56,6 +56,11 @@ class Completion:
                 include_stop=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
             )
+
+    def show(self, token_ids: Collection[int]) -> None:
+        """See `Detokenizer`."""
+        if self._text is not None:
+            self._text.show(token_ids)
 
     def take(self, update: Update) -> bool:
         """Take what a step brought. True if its text completed a stop string: the engine must

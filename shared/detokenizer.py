@@ -7,7 +7,7 @@ token (`DecodeRule`): every token costs the same, and what was emitted is final.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 from .errors import InternalError
@@ -58,6 +58,10 @@ class Detokenizer:
         self._stream = _open_stream(tokenizer, prompt_ids, skip_special_tokens)
         self._matcher = _StopMatcher(stop) if stop else None
         self._held = ""
+
+    def show(self, token_ids: Collection[int]) -> None:
+        """Have these special tokens in the text, though others are skipped. Before any token."""
+        self._stream.show(token_ids)
 
     def append(self, token_ids: Iterable[int]) -> str:
         """Take tokens, return the text that they settle. Tokens after one that completes a stop
@@ -181,6 +185,8 @@ class _Stream(Protocol):
 
     def flush(self) -> str: ...
 
+    def show(self, token_ids: Collection[int]) -> None: ...
+
 
 def _open_stream(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool
@@ -190,7 +196,7 @@ def _open_stream(
         return _ByteStream(tokenizer, prompt_ids, skipped)
     if tokenizer.rule.kind == "text":
         return _TextStream(tokenizer, prompt_ids, skipped)
-    return _WindowStream(tokenizer, prompt_ids, skip_special_tokens)
+    return _WindowStream(tokenizer, prompt_ids, skipped)
 
 
 class _ByteStream:
@@ -220,6 +226,9 @@ class _ByteStream:
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+    def show(self, token_ids: Collection[int]) -> None:
+        self._skipped = self._skipped.difference(token_ids)
 
 
 class _TextStream:
@@ -273,6 +282,9 @@ class _TextStream:
     def flush(self) -> str:
         return self._end_run()
 
+    def show(self, token_ids: Collection[int]) -> None:
+        self._skipped = self._skipped.difference(token_ids)
+
     def _first(self, token_id: int, piece: str) -> str:
         if not self._rule.first_drops:
             return piece
@@ -315,10 +327,10 @@ class _WindowStream:
     CONTEXT = 6
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skipped: frozenset[int]
     ) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._skipped = skipped
         self._context = list(prompt_ids[-self.CONTEXT :])
         self._new: list[int] = []
 
@@ -332,12 +344,19 @@ class _WindowStream:
     def flush(self) -> str:
         return self._settled(self._text())
 
+    def show(self, token_ids: Collection[int]) -> None:
+        self._skipped = self._skipped.difference(token_ids)
+
     def _settled(self, text: str) -> str:
         self._context = [*self._context, *self._new][-self.CONTEXT :]
         self._new = []
         return text
 
     def _text(self) -> str:
-        before = self._tokenizer.decode(self._context, self._skip)
-        after = self._tokenizer.decode([*self._context, *self._new], self._skip)
+        before = self._decode(self._context)
+        after = self._decode([*self._context, *self._new])
         return after[len(before) :]
+
+    def _decode(self, token_ids: Iterable[int]) -> str:
+        shown = [token_id for token_id in token_ids if token_id not in self._skipped]
+        return self._tokenizer.decode(shown, False)

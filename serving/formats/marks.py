@@ -13,17 +13,23 @@ def missing_marks(form: Format, tokenizer: Tokenizer) -> list[str]:
 
 
 def searched_marks(form: Format, tokenizer: Tokenizer | None) -> dict[int, bool | None]:
-    """The hidden marks by id, and whether stop strings are looked for behind each: not in headers,
-    of which a client sees nothing. None: as before it.
+    """The hidden marks of messages by id, and whether stop strings are looked for behind each: not
+    in headers, of which a client sees nothing. None: as before it.
     """
     rows = form.messages
-    hidden = hidden_marks(form, tokenizer)
     if rows is None:
-        return dict.fromkeys(hidden)
+        return {}
     return {
         token_id: None if mark == rows.constrain else mark == rows.message
-        for token_id, mark in hidden.items()
+        for token_id, mark in hidden_marks(form, tokenizer).items()
     }
+
+
+def shown_marks(form: Format, tokenizer: Tokenizer | None) -> dict[int, str]:
+    """The hidden marks of other formats, by id. What looks like a call and is none is content, mark
+    and all: a text has them, so that stop strings are found in them.
+    """
+    return hidden_marks(form, tokenizer) if form.messages is None else {}
 
 
 def hidden_marks(form: Format, tokenizer: Tokenizer | None) -> dict[int, str]:

@@ -28,7 +28,7 @@ from ...shared.tokenizer import LONG, Tokenizer
 from ..bad_words import banning, sequences_of
 from ..batch import need_tokenizer
 from ..formats.history import described_tools, turns_of_one_call
-from ..formats.marks import searched_marks
+from ..formats.marks import searched_marks, shown_marks
 from ..formats.message_grammar import answer_grammar
 from ..formats.parser import Parser, open_parser
 from ..formats.table import Format
@@ -360,7 +360,9 @@ class Server:
         live = self._add(request, chat, ids, params)
         tokenizer, form = self._settings.tokenizer, self._settings.format
         tail, schemas, hides = text[-TAIL:], chat.tool_schemas, params.skip_special_tokens
-        live.look_for(searched_marks(form, tokenizer) if hides else {})
+        if hides:
+            live.look_for(searched_marks(form, tokenizer))
+            live.show(shown_marks(form, tokenizer))
         return live, lambda: open_parser(form, tokenizer, tail, schemas, hides)
 
     def _bound(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...shared.engine import TokenLogprobs, Update
@@ -78,6 +78,11 @@ class Live:
         """Have `news` tell where these tokens, which have no text, stand; see `Completion`."""
         for part in self.completions:
             part.mark_ids = mark_ids
+
+    def show(self, token_ids: Collection[int]) -> None:
+        """Have these special tokens in the text, though others are skipped."""
+        for part in self.completions:
+            part.show(token_ids)
 
     @property
     def done(self) -> bool:

@@ -385,6 +385,21 @@ def test_a_stop_string_that_only_finish_completes():
     assert detokenized(["a", "<0xF0>"], ("\ufffd",)) == ("a", "\ufffd", 2)
 
 
+@pytest.mark.parametrize("name", sorted(TOKENIZERS))
+def test_some_special_tokens_may_be_shown(name):
+    tokenizer = TOKENIZERS[name]
+    begin, end = map(tokenizer.token_id, SPECIAL)
+    word = tokenizer.token_id("a" if name != "wordpiece" else "the")
+    written = [begin, word, end, word, begin, begin]
+    detokenizer = Detokenizer(tokenizer, stop=("<s><s>",))
+    detokenizer.show([begin])
+    text = stream(detokenizer, written)
+    if detokenizer.stopped:
+        text += detokenizer.stopped
+    assert text == tokenizer.decode([one for one in written if one != end], False)
+    assert "</s>" not in text
+
+
 def test_tokens_after_a_stop_string_are_not_taken():
     tokenizer = TOKENIZERS["gemma"]
     a, b = tokenizer.token_id("a"), tokenizer.token_id("b")

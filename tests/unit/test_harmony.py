@@ -356,7 +356,8 @@ class Scripted:
                 end = FinishReason.LENGTH if length else FinishReason.STOP
                 for place in range(0, len(ids), step):
                     part = ids[place : place + step]
-                    last = place + step >= len(ids) and part[-1] in (CALL, RETURN)
+                    ends = CALL, RETURN, *message.params.stop_token_ids
+                    last = place + step >= len(ids) and part[-1] in ends
                     scores = [{token: Logprob(-1.0, 1)} for token in part] if scored else None
                     if live.take(index, Update("x", tuple(part), end if last else None, scores)):
                         return
@@ -555,6 +556,31 @@ def test_special_tokens_that_are_no_marks_are_left_out_in_other_formats_too(stre
         content, reasoning = message["content"], message["reasoning"]
         calls = [[c["function"]["name"], c["function"]["arguments"]] for c in message["tool_calls"]]
     assert (content, reasoning, calls) == ("cd", "ab", [["f", '{"a": ']])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_and_ids_of_marks_end_answers_of_other_formats(stream):
+    """A client sees marks where they mark nothing, and may ask for what stands before a call."""
+    form = FORMATS["mistral"]
+    tokenizer = byte_tokenizer(form.marks)
+    server = Scripted("[THINK]a[/THINK]c[TOOL_CALLS]f", form=form, tokenizer=tokenizer)
+
+    def ask(**more):
+        told = server.post(tools=TOOLS[:1], stream=stream, **more)
+        if stream:
+            return put_together(told)[:2]
+        message = told["choices"][0]["message"]
+        return message["content"], message.get("reasoning", "")
+
+    assert ask() == ("c[TOOL_CALLS]f", "a")
+    assert ask(stop=["c[TOOL_CALLS]"]) == ("", "a")
+    assert ask(stop=["[TOOL_CALLS]"]) == ("c", "a")
+    assert ask(stop=["[/THINK]"]) == ("", "a")
+    # The token that ends an answer is no part of its text.
+    mark = tokenizer.token_id("[TOOL_CALLS]")
+    server = Scripted("[THINK]a[/THINK]c[TOOL_CALLS]", form=form, tokenizer=tokenizer)
+    assert ask(stop_token_ids=[mark]) == ("c", "a")
+    assert ask(stop_token_ids=[mark], include_stop_str_in_output=True) == ("c[TOOL_CALLS]", "a")
 
 
 def test_a_turn_that_comes_back_is_what_the_template_reads():
