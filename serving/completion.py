@@ -62,6 +62,12 @@ class Completion:
         if self._text is not None:
             self._text.show(token_ids)
 
+    def look_for(self, mark_ids: Mapping[int, bool | None]) -> None:
+        """Leave these tokens out of the text, and tell of their places."""
+        self.mark_ids = mark_ids
+        if self._text is not None:
+            self._text.hide(mark_ids)
+
     def take(self, update: Update) -> bool:
         """Take what a step brought. True if its text completed a stop string: the engine must
         end the request.

@@ -61,7 +61,11 @@ class Detokenizer:
 
     def show(self, token_ids: Collection[int]) -> None:
         """Have these special tokens in the text, though others are skipped. Before any token."""
-        self._stream.show(token_ids)
+        self._stream.skipped -= frozenset(token_ids)
+
+    def hide(self, token_ids: Collection[int]) -> None:
+        """Skip these tokens, though others are in the text. Before any token."""
+        self._stream.skipped |= frozenset(token_ids)
 
     def append(self, token_ids: Iterable[int]) -> str:
         """Take tokens, return the text that they settle. Tokens after one that completes a stop
@@ -179,13 +183,15 @@ class _StopMatcher:
 
 
 class _Stream(Protocol):
-    """Tokens in, settled text out. `flush` gives the rest once no token follows."""
+    """Tokens in, settled text out, but for `skipped`. `flush` gives the rest once no token
+    follows.
+    """
+
+    skipped: frozenset[int]
 
     def push(self, token_id: int) -> str: ...
 
     def flush(self) -> str: ...
-
-    def show(self, token_ids: Collection[int]) -> None: ...
 
 
 def _open_stream(
@@ -208,7 +214,7 @@ class _ByteStream:
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skipped: frozenset[int]
     ) -> None:
         self._piece = tokenizer.piece
-        self._skipped = skipped
+        self.skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         tail = b""
         for token_id in reversed(prompt_ids):  # an incomplete character is within the last 3 bytes
@@ -218,7 +224,7 @@ class _ByteStream:
         self._decoder.decode(tail)
 
     def _bytes(self, token_id: int) -> bytes:
-        piece = None if token_id in self._skipped else self._piece(token_id)
+        piece = None if token_id in self.skipped else self._piece(token_id)
         return piece if isinstance(piece, bytes) else b""
 
     def push(self, token_id: int) -> str:
@@ -226,9 +232,6 @@ class _ByteStream:
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
-
-    def show(self, token_ids: Collection[int]) -> None:
-        self._skipped = self._skipped.difference(token_ids)
 
 
 class _TextStream:
@@ -241,7 +244,7 @@ class _TextStream:
     ) -> None:
         self._tokenizer = tokenizer
         self._rule = tokenizer.rule
-        self._skipped = skipped
+        self.skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
         self._incomplete = 0  # bytes that wait for more
         self._wrong = False  # whether the run has a byte that cannot be UTF-8
@@ -264,7 +267,7 @@ class _TextStream:
             self.push(token_id)
 
     def _piece(self, token_id: int) -> bytes | str | None:
-        return None if token_id in self._skipped else self._tokenizer.piece(token_id)
+        return None if token_id in self.skipped else self._tokenizer.piece(token_id)
 
     def push(self, token_id: int) -> str:
         piece = self._piece(token_id)
@@ -281,9 +284,6 @@ class _TextStream:
 
     def flush(self) -> str:
         return self._end_run()
-
-    def show(self, token_ids: Collection[int]) -> None:
-        self._skipped = self._skipped.difference(token_ids)
 
     def _first(self, token_id: int, piece: str) -> str:
         if not self._rule.first_drops:
@@ -330,7 +330,7 @@ class _WindowStream:
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skipped: frozenset[int]
     ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = skipped
+        self.skipped = skipped
         self._context = list(prompt_ids[-self.CONTEXT :])
         self._new: list[int] = []
 
@@ -344,9 +344,6 @@ class _WindowStream:
     def flush(self) -> str:
         return self._settled(self._text())
 
-    def show(self, token_ids: Collection[int]) -> None:
-        self._skipped = self._skipped.difference(token_ids)
-
     def _settled(self, text: str) -> str:
         self._context = [*self._context, *self._new][-self.CONTEXT :]
         self._new = []
@@ -358,5 +355,5 @@ class _WindowStream:
         return after[len(before) :]
 
     def _decode(self, token_ids: Iterable[int]) -> str:
-        shown = [token_id for token_id in token_ids if token_id not in self._skipped]
+        shown = [token_id for token_id in token_ids if token_id not in self.skipped]
         return self._tokenizer.decode(shown, False)

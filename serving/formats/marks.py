@@ -13,8 +13,8 @@ def missing_marks(form: Format, tokenizer: Tokenizer) -> list[str]:
 
 
 def searched_marks(form: Format, tokenizer: Tokenizer | None) -> dict[int, bool | None]:
-    """The hidden marks of messages by id, and whether stop strings are looked for behind each: not
-    in headers, of which a client sees nothing. None: as before it.
+    """The marks of messages by id, and whether stop strings are looked for behind each: not in
+    headers, of which a client sees nothing. None: as before it.
     """
     rows = form.messages
     if rows is None:

@@ -359,11 +359,10 @@ class Server:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
         live = self._add(request, chat, ids, params)
         tokenizer, form = self._settings.tokenizer, self._settings.format
-        tail, schemas, hides = text[-TAIL:], chat.tool_schemas, params.skip_special_tokens
-        if hides:
-            live.look_for(searched_marks(form, tokenizer))
-            live.show(shown_marks(form, tokenizer))
-        return live, lambda: open_parser(form, tokenizer, tail, schemas, hides)
+        tail, schemas = text[-TAIL:], chat.tool_schemas
+        live.look_for(searched_marks(form, tokenizer))
+        live.show(shown_marks(form, tokenizer))
+        return live, lambda: open_parser(form, tokenizer, tail, schemas)
 
     def _bound(
         self, chat: ChatRequest, params: SamplingParams, tail: str
@@ -410,7 +409,8 @@ class Server:
             return [
                 out
                 for news in live.news()
-                for out in events.take(reader.read(news), self._scores(chat, news, reader))
+                for part, places in reader.parts(news)
+                for out in events.take(part, self._scores(chat, news, places))
             ]
 
         def used() -> Usage:
@@ -427,14 +427,12 @@ class Server:
 
         return await _told(whole, [live])
 
-    def _scores(self, chat: ChatRequest, news: News, reader: Reader) -> list[dict[str, Any]]:
-        """Log-probabilities of new tokens of the answer, if they were asked for. `reader` has read
-        them.
-        """
+    def _scores(self, chat: ChatRequest, news: News, places: Sequence[int]) -> list[dict[str, Any]]:
+        """Log-probabilities of new tokens at some places, if they were asked for."""
         if not chat.logprobs or news.logprobs is None:
             return []
-        tokens = [news.token_ids[place] for place in reader.answer]
-        scores = [news.logprobs[place] for place in reader.answer]
+        tokens = [news.token_ids[place] for place in places]
+        scores = [news.logprobs[place] for place in places]
         told: list[dict[str, Any]] = self._words.chat(tokens, scores, chat.top_logprobs or 0)[
             "content"
         ]

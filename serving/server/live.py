@@ -75,9 +75,9 @@ class Live:
         self._told_marks = [0] * len(settings)
 
     def look_for(self, mark_ids: Mapping[int, bool | None]) -> None:
-        """Have `news` tell where these tokens, which have no text, stand; see `Completion`."""
+        """Have `news` tell where these tokens, which then have no text, stand; see `Completion`."""
         for part in self.completions:
-            part.mark_ids = mark_ids
+            part.look_for(mark_ids)
 
     def show(self, token_ids: Collection[int]) -> None:
         """Have these special tokens in the text, though others are skipped."""

@@ -21,11 +21,10 @@ def finish_reason(reason: str | None) -> str | None:
 class Reader:
     """Reads the news of one completion: the parser's events, and how many tokens its reasoning has.
     `think_end`: the token that ends reasoning, where the answer is one message. `tells`: whether
-    reasoning is told. `answer`: places among the tokens of the last news that are of content.
+    reasoning is told.
     """
 
     def __init__(self, parser: Parser, think_end: int | None, *, tells: bool = True) -> None:
-        self.answer: Sequence[int] = ()
         self._parser = parser
         self._tells = tells
         self._count: _Counted = (
@@ -34,19 +33,28 @@ class Reader:
 
     def read(self, news: News) -> list[Event]:
         """What the parser makes of what is new; without its reasoning, if that is not told."""
-        events: list[Event] = []
+        return [event for events, _ in self.parts(news) for event in events]
+
+    def parts(self, news: News) -> list[tuple[list[Event], Sequence[int]]]:
+        """The same up to each mark, with the places among the new tokens that are of content."""
+        found: list[tuple[list[Event], Sequence[int]]] = []
         place = 0
         self._count.begin(news.token_ids)
         for mark in news.marks:
-            events += self._parser.push(None, news.text[place : mark.place])
-            self._count.stand_before(mark.number)
+            events = self._parser.push(None, news.text[place : mark.place])
+            answer = self._count.stand_before(mark.number)
             events += self._parser.push(mark.token_id, "")
             self._count.stand_behind(mark.number)
+            found.append((self._told(events), answer))
             place = mark.place
-        events += self._parser.push(None, news.text[place:])
-        self.answer = self._count.end(reasons=self._parser.reasons)
+        events = self._parser.push(None, news.text[place:])
+        answer = self._count.end(reasons=self._parser.reasons)
         if news.finish_reason is not None:
             events += self._parser.finish(finish_reason(news.finish_reason) or "stop")
+        found.append((self._told(events), answer))
+        return found
+
+    def _told(self, events: list[Event]) -> list[Event]:
         if self._tells:
             return events
         return [one for one in events if not isinstance(one, ReasoningText)]
@@ -65,14 +73,17 @@ class _Counted:
     def begin(self, tokens: Sequence[int]) -> None:
         """Tokens are new."""
 
-    def stand_before(self, number: int) -> None:
-        """The parser has read what stands before the completion's token `number`, a mark."""
+    def stand_before(self, number: int) -> Sequence[int]:
+        """The parser has read what stands before the completion's token `number`, a mark: the
+        places of those behind the last mark that are of content.
+        """
+        return ()
 
     def stand_behind(self, number: int) -> None:
         """It has read the mark too."""
 
     def end(self, *, reasons: bool) -> Sequence[int]:
-        """It has read all of them: the places of those that are of content."""
+        """It has read all of them: the places of those behind the last mark that are of content."""
         raise NotImplementedError
 
     def reasoning_tokens(self, *, reasons: bool) -> int:
@@ -115,17 +126,14 @@ class _Messages(_Counted):
         self._count = self._read = self._start = 0
         self._behind = 0
         """The token behind the last mark."""
-        self._reasons = self._answers = False
-        self._answer: list[int] = []
+        self._reasons = False
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._start, self._read = self._read, self._read + len(tokens)
-        self._answer = []
 
-    def stand_before(self, number: int) -> None:
+    def stand_before(self, number: int) -> Sequence[int]:
         self._reasons = self._parser.reasons
-        if self._parser.answers:
-            self._add_answer(number)
+        return self._answer(number)
 
     def stand_behind(self, number: int) -> None:
         if self._reasons or self._parser.reasons:
@@ -133,13 +141,12 @@ class _Messages(_Counted):
         self._behind = number + 1
 
     def end(self, *, reasons: bool) -> Sequence[int]:
-        if self._parser.answers:
-            self._add_answer(self._read)
-        return self._answer
+        return self._answer(self._read)
 
-    def _add_answer(self, end: int) -> None:
-        first = max(self._behind, self._start)
-        self._answer += range(first - self._start, end - self._start)
+    def _answer(self, end: int) -> Sequence[int]:
+        if not self._parser.answers:
+            return ()
+        return range(max(self._behind, self._start) - self._start, end - self._start)
 
     def reasoning_tokens(self, *, reasons: bool) -> int:
         return self._count + (self._read - self._behind if reasons else 0)

@@ -96,7 +96,7 @@ def test_marks_are_told_of_by_their_places(at_once, reason):
     completion = Completion(
         0, [5], SamplingParams(stop=("yz", "y<a>z", "�q"), max_tokens=99), tokenizer
     )
-    completion.mark_ids = {first: None, second: None}
+    completion.look_for({first: None, second: None})
     for update in updates(ids, reason, at_once=at_once):
         completion.take(update)
     assert (completion.output.text, completion.output.stop_reason) == ("xyz�", None)
@@ -109,7 +109,7 @@ def test_marks_say_where_stop_strings_count(at_once):
     on, off, same = (tokenizer.token_id(mark) for mark in ("<on>", "<off>", "<same>"))
     ids = tokenizer.encode("x<same>z<off>xy<same>xy<on>zx<same>y<on>axyb", False)
     completion = Completion(0, [5], SamplingParams(stop=("xy",), max_tokens=99), tokenizer)
-    completion.mark_ids = {on: True, off: False, same: None}
+    completion.look_for({on: True, off: False, same: None})
     for update in updates(ids, FinishReason.LENGTH, at_once=at_once):
         if not completion.done:
             completion.take(update)
@@ -119,6 +119,6 @@ def test_marks_say_where_stop_strings_count(at_once):
 def test_a_mark_behind_a_stop_string_is_none():
     tokenizer = byte_tokenizer(["<a>"])
     completion = Completion(0, [5], SamplingParams(stop=("y",)), tokenizer)
-    completion.mark_ids = {tokenizer.token_id("<a>"): None}
+    completion.look_for({tokenizer.token_id("<a>"): None})
     completion.take(Update("r", tuple(tokenizer.encode("xy<a>z", False))))
     assert (completion.output.text, completion.marks) == ("x", [])

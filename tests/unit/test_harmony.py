@@ -534,11 +534,27 @@ def test_special_tokens_that_a_client_asks_for_are_text():
     )
     (choice,) = Scripted(ids).post()["choices"]
     assert choice["message"]["content"] == "bc"
-    # And stop strings are found in them.
+    # And stop strings are found in them, and in no mark.
     server = Scripted(ids)
-    (choice,) = server.post(skip_special_tokens=False, stop=["<|end|><|start|>"])["choices"]
-    assert (choice["message"]["content"], choice["message"]["reasoning"]) == ("", "a")
-    assert choice["stop_reason"] == "<|end|><|start|>"
+    stop = ["<|endof", "<|end|>", "<|channel|>"]
+    (choice,) = server.post(skip_special_tokens=False, stop=stop)["choices"]
+    assert (choice["message"]["content"], choice["message"]["reasoning"]) == ("b", "a")
+    assert choice["stop_reason"] == "<|endof"
+
+
+@pytest.mark.parametrize("step", [1, 5, 9999])
+@pytest.mark.parametrize("skip", [False, True])
+def test_each_message_has_the_log_probabilities_of_its_text(step, skip):
+    server = Scripted(f"{SAY}a{NEXT}{THINK}b{NEXT}{FINAL}cd<|return|>", step=step)
+    told = server.post("/v1/responses", input="x", top_logprobs=1, skip_special_tokens=skip)
+    first, _, last = told["output"]
+    assert (first["content"][0]["text"], last["content"][0]["text"]) == ("a", "\ncd")
+    assert [[one["token"] for one in item["content"][0]["logprobs"]] for item in (first, last)] == [
+        ["a"],
+        ["c", "d"],
+    ]
+    count = told["usage"]["output_tokens_details"]["reasoning_tokens"]
+    assert count == len(encode("analysis<|message|>b<|end|>"))
 
 
 @pytest.mark.parametrize("step", [1, 9999])

@@ -229,7 +229,8 @@ def test_a_response_has_no_scores_of_reasoning_however_it_arrives():
                 0, Update("1", tuple(tokens), reason, [{t: Logprob(-1.0, 1)} for t in tokens])
             )
             for news in live.news():
-                events.take(reader.read(news), server._scores(chat, news, reader))
+                for part, places in reader.parts(news):
+                    events.take(part, server._scores(chat, news, places))
         return events.response(None)["output"]
 
     for step in (1, 3, 99):
