@@ -36,6 +36,7 @@ REASONING, ANSWERS = "analysis", ("commentary", "final")
 _NAMES = "|".join((REASONING, *ANSWERS))
 _CHANNEL = re.compile(rf"^\s*[^\s=]*?({_NAMES})")
 _RECIPIENT = re.compile(rf"(?:^|\s)(to=|(?={re.escape(FUNCTIONS)}))([^\s<]+)")
+_RECIPIENT_ALONE = re.compile(r"\s*to=\S*\s*")
 _CUT_RECIPIENT = re.compile(r"\s*(?:t|to|to=\S*)?\s*")
 
 
@@ -223,6 +224,8 @@ class MessageParser:
             return
         if not self._in_channel and self._has_role and not self._role:
             return  # a role alone
+        if not self._in_channel and _RECIPIENT_ALONE.fullmatch(header):
+            return
         if not self._in_channel or last or _CHANNEL.match(self._channel_of(header)):
             self._open_late(header)
 

@@ -110,6 +110,8 @@ MESSAGES = {
     "known_channel_before_a_thought": (f"<|channel|>commentary{NEXT}{THINK}a", "", "a", []),
     "odd_channel_at_the_end": ("<|channel|>Hello!<|return|>", "Hello!", "", []),
     "signs_before_a_channel": (f"<|channel|>––analysis<|message|>a{NEXT}{FINAL}b", "b", "a", []),
+    "recipient_alone": (" to=functions.f", "", "", []),
+    "recipient_alone_at_an_end": (f"{FINAL}a{NEXT} to=functions.f<|call|>", "a", "", []),
     "no_header": ("Hello <b>", "Hello <b>", "", []),
     "no_message_mark": ("<|channel|>final Hi<|return|>", "Hi", "", []),
     "call_without_message_mark": (
