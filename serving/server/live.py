@@ -153,15 +153,16 @@ class Live:
                     reason,
                     output.stop_reason if reason else None,
                     tokens == 0,
-                    [
-                        replace(mark, place=mark.place - characters)
-                        for mark in part.marks[self._told_marks[index] :]
-                    ],
+                    self._new_marks(index) if part.marks else [],
                 )
             )
-            self._told_marks[index] = len(part.marks)
             self._told[index] = (len(output.text), count, part.done)
         return found
+
+    def _new_marks(self, index: int) -> list[Mark]:
+        marks, characters = self.completions[index].marks, self._told[index][0]
+        first, self._told_marks[index] = self._told_marks[index], len(marks)
+        return [replace(mark, place=mark.place - characters) for mark in marks[first:]]
 
 
 async def wait_for_news(changed: asyncio.Event, seconds: float | None = None) -> bool:
