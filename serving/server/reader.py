@@ -36,7 +36,7 @@ class Reader:
         if news.marks:
             return [event for events, _ in self.parts(news) for event in events]
         self._count.begin(news.token_ids)
-        return self._read_rest(news, 0)[0]
+        return self._ended(self._parser.push(None, news.text), news)
 
     def parts(self, news: News) -> list[tuple[list[Event], Sequence[int]]]:
         """The same up to each mark, with the places among the new tokens that are of content."""
@@ -50,15 +50,15 @@ class Reader:
             self._count.stand_behind(mark.number)
             found.append((self._told(events), answer))
             place = mark.place
-        return [*found, self._read_rest(news, place)]
-
-    def _read_rest(self, news: News, place: int) -> tuple[list[Event], Sequence[int]]:
-        """What stands behind the last mark."""
         events = self._parser.push(None, news.text[place:])
         answer = self._count.end(reasons=self._parser.reasons)
+        return [*found, (self._ended(events, news), answer)]
+
+    def _ended(self, events: list[Event], news: News) -> list[Event]:
+        """What is told of the events behind the last mark, with those of an end."""
         if news.finish_reason is not None:
             events += self._parser.finish(finish_reason(news.finish_reason) or "stop")
-        return self._told(events), answer
+        return self._told(events)
 
     def _told(self, events: list[Event]) -> list[Event]:
         if self._tells:
