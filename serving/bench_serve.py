@@ -20,6 +20,7 @@ import aiohttp
 
 from ..shared.errors import ConfigError, TwinferError
 from ..shared.models.config_json import load_config
+from ..shared.models.fields import show
 from ..shared.models.locate import model_folder
 from ..shared.option_text import json_value
 from .parser import check_writable
@@ -250,7 +251,7 @@ class _Client:
             try:
                 body[name] = json_value(value)
             except ValueError:
-                raise ConfigError(f"extra-body: got {text}, must be NAME=JSON") from None
+                raise ConfigError(f"extra-body: got {show(text)}, must be NAME=JSON") from None
         return body
 
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 
 from ..shared.models.arguments import WORD
+from ..shared.models.fields import show
 from ..shared.option_text import json_value
 from .flags import add_chat_template, add_generation_config
 from .parser import json_object, not_empty, whole_number
@@ -271,7 +272,7 @@ def _list_of(kind: tuple[re.Pattern[str], str]) -> Callable[[str], list[str]]:
             items = None
         if not isinstance(items, list):
             raise argparse.ArgumentTypeError(
-                f"got {text}, allowed is a JSON list such as '[\"{example}\"]'"
+                f"got {show(text)}, allowed is a JSON list such as '[\"{example}\"]'"
             )
         for item in items:
             if item != "*" and not (isinstance(item, str) and pattern.fullmatch(item)):

@@ -312,6 +312,14 @@ def test_values_that_are_no_json(flags, capsys):
         assert len(line) < 300
 
 
+def test_lists_that_are_too_long_to_show(capsys):
+    with pytest.raises(SystemExit):
+        parse("serve", "demo", "--allowed-origins", "[" * 100_000)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "..., allowed is a JSON list such as " in line
+    assert len(line) < 300
+
+
 def test_values_that_are_nested_too_deeply(capsys):
     for flag, value in (
         ("--allowed-origins", "[" * 100_000),
