@@ -158,8 +158,17 @@ _FLAGS = {flag: entry.name for entry in options_of(EngineConfig).values() for fl
 
 
 def _in_python(words: str) -> str:
-    """An answer with the engine's options by their names; flags of commands stay what they are."""
-    return re.sub("--[a-z-]+", lambda flag: _FLAGS.get(flag[0], flag[0]), words)
+    """An answer with the engine's options by their names, and JSON of the command line as a value;
+    flags of commands stay what they are.
+    """
+
+    def option(found: re.Match[str]) -> str:
+        flag, value = found.groups()
+        if flag not in _FLAGS:
+            return found[0]
+        return _FLAGS[flag] if value is None else f"{_FLAGS[flag]}={value}"
+
+    return re.sub("(--[a-z-]+)(?: '(.*?)')?", option, words)
 
 
 _OPTIONS = {option_of(flag): _in_python(words) for flag, words in ELSEWHERE.items()} | {

@@ -32,7 +32,7 @@ OF_LLM = {
     "max_logprobs": (True, "at most 20"),
     "calculate_kv_scales": (1, "or kv_cache_scales"),
     "log_level": ("info", "see --verbose"),
-    "cuda_graph_sizes": ([1], "compilation_config"),
+    "cuda_graph_sizes": ([1], 'say compilation_config={"cudagraph_capture_sizes": '),
 }
 """Options of vLLM's LLM that are none here: a value, and what the error says."""
 
