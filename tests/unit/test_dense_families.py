@@ -231,6 +231,10 @@ def test_layers_of_gemma_4_without_a_window_have_heads_of_their_own():
     by_layer = {"5": {"head_dim": 64, "num_key_value_heads": 1}}
     newer = gemma4(per_layer_config=by_layer, attention_k_eq_v=True)
     assert replace(newer, raw_hash="") == replace(first, raw_hash="")
+    # As transformers writes it where no layer has anything of its own.
+    assert replace(gemma4(per_layer_config={}), raw_hash="") == replace(
+        gemma4(global_head_dim=16), raw_hash=""
+    )
     # Without keys that are values the number of heads is not read, as in transformers.
     assert gemma4(num_global_key_value_heads=1).full_heads == Heads(4, 2, 512)
     window, full = (layer[0].mixer for layer in model_of(first).kinds)

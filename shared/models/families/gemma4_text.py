@@ -157,9 +157,14 @@ def _full_heads(fields: Fields, windows: list[int]) -> tuple[Heads, bool]:
 
 
 def _by_layer(fields: Fields, blocks: Any, windows: list[int]) -> dict[str, Any]:
-    """What all layers that see everything have of their own."""
+    """What all layers that see everything have of their own: nothing, if `blocks` is empty."""
+    if blocks == {}:
+        return {}
     full = [str(layer) for layer, window in enumerate(windows) if not window]
-    allowed = f"an object of {' and '.join(OVERRIDES)}, the same for each of the layers {full}"
+    allowed = (
+        f"an object of {' and '.join(OVERRIDES)}, the same for each of the layers {full}, or an "
+        "empty one"
+    )
     if not isinstance(blocks, dict) or sorted(blocks, key=str) != sorted(full):
         fields.refuse("per_layer_config", show(blocks), allowed)
     own: Any = blocks[full[0]]
