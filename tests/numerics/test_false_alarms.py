@@ -287,6 +287,9 @@ def test_a_row_of_a_layer_may_move_as_one(tmp_path):
     subject = population.open_model(model, tmp_path)
     complaints, diff = population.ask_model(population.Run(model, 0, 0), subject)
     assert not complaints
+    cpus = Path("/proc/cpuinfo")
+    if cpus.exists() and "amx_bf16" in cpus.read_text(encoding="utf-8").split():
+        pytest.skip("this processor sums products of bfloat16 otherwise: no row moves as one")
     assert pooled_layers(diff, "a torch:cpu")[5].sigma > POOLED_SIGMA
 
 
