@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from functools import lru_cache
 
 from ...shared.errors import InternalError
 from ...shared.tokenizer import Tokenizer
@@ -15,15 +14,14 @@ from .calls import MAX_HELD, CallReader, long_id
 from .events import (
     ContentText,
     Event,
-    Finish,
     ReasoningText,
-    ToolCallArguments,
     ToolCallEnd,
     ToolCallStart,
 )
 from .json_text import held_size
 from .marks import hidden_marks
 from .table import Format, Messages
+from .writer import EventWriter, marks_pattern
 
 MAX_HEADER = 512
 """Characters of a header. What is longer is none."""
@@ -40,7 +38,7 @@ _RECIPIENT_ALONE = re.compile(r"\s*to=\S*\s*")
 _CUT_RECIPIENT = re.compile(r"\s*(?:t|to|to=\S*)?\s*")
 
 
-class MessageParser:
+class MessageParser(EventWriter):
     """Parses one answer. Its parameters are those of `OutputParser`, as is what it tells.
 
     Text of the channel analysis is reasoning; text of commentary and final is content, as is that
@@ -63,14 +61,11 @@ class MessageParser:
         new_id: Callable[[], str] | None = None,
     ) -> None:
         self._layout = layout_of(format)
-        self._tools = None if tools is None else frozenset(tools)
-        self._new_id = new_id or long_id
+        super().__init__(tools, new_id or long_id)
         self._hidden = hidden_marks(format, tokenizer) if skip_special_tokens else {}
-        self._events: list[Event] = []
         self._rest = ""
-        self._finished = self._ended = False
+        self._ended = False
         self._said: set[type[Event]] = set()
-        self._num_calls = 0
         # What is read: a header, if it is one, behind a role if a mark has begun that; or a text.
         self._header: str | None = None
         self._role, self._has_role = "", False
@@ -132,13 +127,8 @@ class MessageParser:
         if not self._ended:
             self._end_message(whole=reason == "stop", last=True)
         self._rest, self._finished = "", True
-        called = self._num_calls and reason == "stop"
-        self._events.append(Finish("tool_calls" if called else reason))
+        self._emit_finish(reason)
         return self._flush()
-
-    def _check_open(self) -> None:
-        if self._finished:
-            raise InternalError("output parser: used after finish()")
 
     def _take(self, text: str) -> None:
         """Text in which marks may be spelled."""
@@ -147,7 +137,7 @@ class MessageParser:
             return
         text = self._rest + text
         place = 0
-        for match in _pattern(self._spelled).finditer(text):
+        for match in marks_pattern(self._spelled).finditer(text):
             self._read(text[place : match.start()])
             self._read_mark(match.group())
             place = match.end()
@@ -262,9 +252,6 @@ class MessageParser:
                 return str(name)
         return ""
 
-    def _is_tool(self, name: str) -> bool:
-        return name.isprintable() and name != "" and (self._tools is None or name in self._tools)
-
     # Texts.
 
     def _read_text(self, text: str) -> None:
@@ -306,12 +293,6 @@ class MessageParser:
         self._events.append(ToolCallStart(self._num_calls, self._new_id(), call.name or ""))
         self._num_calls += 1
 
-    def _emit_arguments(self, call: CallReader) -> None:
-        text = "".join(call.pieces)
-        call.pieces.clear()
-        if text:
-            self._events.append(ToolCallArguments(self._num_calls - 1, text))
-
     def _end_call(self, *, whole: bool) -> None:
         """End the call that is open, if there is one. Without a text it has no arguments."""
         call, held = self._call, self._held
@@ -333,21 +314,12 @@ class MessageParser:
     def _clear_call(self) -> None:
         self._call, self._started, self._held = None, False, ""
 
-    def _flush(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events
-
 
 def layout_of(format: Format) -> Messages:
     """The marks of a format's messages. Raises InternalError if it has none."""
     if format.messages is None:
         raise InternalError(f"output parser: the format {format.name} has no messages")
     return format.messages
-
-
-@lru_cache(maxsize=16)
-def _pattern(marks: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(re.escape(mark) for mark in marks))
 
 
 def _header_size(layout: Messages, header: str) -> int:

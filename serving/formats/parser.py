@@ -10,7 +10,6 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Collection, Mapping
-from functools import lru_cache
 
 from ...shared.errors import InternalError
 from ...shared.tokenizer import Tokenizer
@@ -18,10 +17,8 @@ from .calls import MAX_HELD, CallReader, long_id
 from .events import (
     ContentText,
     Event,
-    Finish,
     ParsedMessage,
     ReasoningText,
-    ToolCallArguments,
     ToolCallEnd,
     ToolCallStart,
 )
@@ -30,6 +27,7 @@ from .marks import hidden_marks
 from .messages import MessageParser
 from .table import Calls, Format, find_format
 from .tags import TagReader
+from .writer import EventWriter, marks_pattern
 
 MAX_SPACE = 256
 """Characters of white space that wait for what follows them."""
@@ -42,7 +40,7 @@ _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _LETTERS = string.ascii_letters + string.digits
 
 
-class OutputParser:
+class OutputParser(EventWriter):
     """Parses one message. Not safe to use from several threads.
 
     `format` is a `Format` or its name. `prompt_tail` is the end of the rendered prompt: where it
@@ -74,20 +72,18 @@ class OutputParser:
         new_id: Callable[[], str] | None = None,
     ) -> None:
         self._format = find_format(format) if isinstance(format, str) else format
-        self._tools = None if tools is None else frozenset(tools)
         self._schemas = tools if isinstance(tools, Mapping) else {}
         self._calls = self._format.calls if tools is None or tools else None
-        self._new_id = new_id or (_short_id if self._calls and self._calls.short_ids else long_id)
+        short = self._calls is not None and self._calls.short_ids
+        super().__init__(tools, new_id or (_short_id if short else long_id))
         self._hidden = hidden_marks(self._format, tokenizer) if skip_special_tokens else {}
-        self._events: list[Event] = []
         self._rest = ""
         self._space = ""
-        self._said = self._unclosed = self._finished = False
+        self._said = self._unclosed = False
         think = self._format.think
         self._reasoning = think is not None and prompt_tail.rstrip().endswith(think[0])
         self._trim = self._reasoning
         self._state: Callable[[str, int], int] = self._read_text
-        self._num_calls = 0
         self._strict = self._listed = False
         self._call: CallReader | TagReader | None = None
         self._clear_call()
@@ -120,13 +116,8 @@ class OutputParser:
         if self._space and not self._reasoning and not self._trim:
             self._events.append(ContentText(self._space))
         self._rest = self._space = ""
-        called = self._num_calls and reason == "stop"
-        self._events.append(Finish("tool_calls" if called else reason))
+        self._emit_finish(reason)
         return self._flush()
-
-    def _check_open(self) -> None:
-        if self._finished:
-            raise InternalError("output parser: used after finish()")
 
     def _take(self, text: str) -> None:
         text, self._rest = self._rest + text, ""
@@ -153,7 +144,7 @@ class OutputParser:
                 self._say(text[place:first])
                 return self._open_calls("", strict=True, place=first)
         marks = self._marks()
-        match = _pattern(marks).search(text, place) if marks else None
+        match = marks_pattern(marks).search(text, place) if marks else None
         if match is None:
             end = len(text) - held_size(text, place, marks)
             self._rest = text[end:]
@@ -262,12 +253,6 @@ class OutputParser:
         self._events.append(ToolCallStart(self._num_calls, call_id, call.name or ""))
         self._num_calls += 1
 
-    def _emit_arguments(self, call: CallReader | TagReader) -> None:
-        text = "".join(call.pieces)
-        call.pieces.clear()
-        if text:
-            self._events.append(ToolCallArguments(self._num_calls - 1, text))
-
     def _end_call(self) -> None:
         self._events.append(ToolCallEnd(self._num_calls - 1, self._reader.whole))
         self._clear_call()
@@ -317,13 +302,6 @@ class OutputParser:
             raise InternalError("output parser: no call is open")
         return self._call
 
-    def _is_tool(self, name: str) -> bool:
-        return name.isprintable() and name != "" and (self._tools is None or name in self._tools)
-
-    def _flush(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events
-
 
 Parser = OutputParser | MessageParser
 
@@ -357,11 +335,6 @@ def parse(
     for event in [*parser.push(None, text), *parser.finish(reason)]:
         message.add(event)
     return message
-
-
-@lru_cache(maxsize=256)
-def _pattern(marks: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(re.escape(mark) for mark in marks))
 
 
 def _space_end(text: str, place: int) -> int:
