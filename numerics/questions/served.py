@@ -157,8 +157,8 @@ def _check(
     held = Diff(tuple(targets))
     for name, target in targets.items():
         for run, options in RUNS.items():
-            why = refusal(subject, target, decode_steps=options["decode_steps"])
-            if run == "loops" and why is not None:
+            steps = options["decode_steps"]
+            if run == "loops" and (why := refusal(subject, target, decode_steps=steps)):
                 held.notes.append(f"{name}: not run with loops of decode steps: {why}")
                 continue
             progress(f"{subject.dtype}, {target}: starting, {run}")

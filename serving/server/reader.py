@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from ...shared.errors import InternalError
@@ -71,30 +72,32 @@ class Reader:
         return self._count.reasoning_tokens(reasons=self._parser.reasons)
 
 
-class _Counted:
+class _Counted(ABC):
     """Which tokens are reasoning, and which the answer. It is told of new tokens, and of each mark
     among them before and behind it.
     """
 
+    @abstractmethod
     def begin(self, tokens: Sequence[int]) -> None:
         """Tokens are new."""
 
+    @abstractmethod
     def stand_before(self, number: int) -> Sequence[int]:
         """The parser has read what stands before the completion's token `number`, a mark: the
         places of those behind the last mark that are of content.
         """
-        return ()
 
+    @abstractmethod
     def stand_behind(self, number: int) -> None:
         """It has read the mark too."""
 
+    @abstractmethod
     def end(self, *, reasons: bool) -> Sequence[int]:
         """It has read all of them: the places of those behind the last mark that are of content."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reasoning_tokens(self, *, reasons: bool) -> int:
         """How many tokens of all are reasoning."""
-        raise NotImplementedError
 
 
 class _OneMessage(_Counted):
@@ -114,6 +117,12 @@ class _OneMessage(_Counted):
         self._ended = self._think_end in tokens
         self._first = tokens.index(self._think_end) + 1 if self._ended else 0
         self._count += self._first or len(tokens)
+
+    def stand_before(self, number: int) -> Sequence[int]:
+        return ()  # its marks are part of the text
+
+    def stand_behind(self, number: int) -> None:
+        pass
 
     def end(self, *, reasons: bool) -> Sequence[int]:
         return range(self._size if reasons else self._first, self._size)
