@@ -101,7 +101,8 @@ def norm_rope_write_kv(
     """See the op: the roundings of its finer ops, none of their traffic. The cache is written in
     place.
     """
-    setting, size, kv_heads = config("norm_rope_write_kv"), kv.shape[3], kv.shape[2] // 2
+    size, kv_heads = kv.shape[3], kv.shape[2] // 2
+    setting = config("norm_rope_write_kv", str(size))
     heads = qkv.shape[1] // size - 2 * kv_heads
     half = cos.shape[1]
     _check(kv)
@@ -113,6 +114,9 @@ def norm_rope_write_kv(
     q = torch.empty((qkv.shape[0], heads, size), dtype=qkv.dtype, device=qkv.device)
     # Few tokens need many programs, many tokens large ones.
     block_h = setting["block_h" if qkv.shape[0] < setting["many"] else "many_h"]
+    # Measured: where the first blocks that attention asks for are worth more than its programs'
+    # coming up beside those of the product in front of this.
+    early = setting.get("early_from", 1) <= qkv.shape[0] <= setting.get("early_to", 0)
     norm_rope_write_kernel[(qkv.shape[0], triton.cdiv(heads + 2 * kv_heads, block_h))](
         qkv, kv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, cos,
         sin, slots, q,
@@ -122,7 +126,8 @@ def norm_rope_write_kv(
         SIZE=size, HALF=half,
         KIND=KINDS.get(dtype_name(kv), ""), SCALED=scales is not None, BLOCK_H=block_h,
         BLOCK_R=power_of_2(half),
-        BLOCK_REST=power_of_2(max(1, size - 2 * half)), num_warps=setting["warps"], **overlap(),
+        BLOCK_REST=power_of_2(max(1, size - 2 * half)), num_warps=setting["warps"],
+        **overlap(early),
     )  # fmt: skip
     return q, kv
 

@@ -8,7 +8,9 @@ part is written by its program. Else each leaves its sums behind, and the last t
 up in their order, so results do not depend on who that was.
 
 The grid has room for the longest requests, so with few short ones most programs have nothing to do.
-They find that out from the lengths alone, and end while the launch before still runs.
+They find that out from the lengths alone, and end while the launch before still runs. With AHEAD
+the others ask for the first block of their part there: all slots but a request's last were written
+by steps before.
 """
 
 import triton
@@ -59,18 +61,28 @@ def _keys_of(
 
 
 @triton.jit
-def _attend(
-    acc, top, total, q, kv, page, start, low, high, d, scale, soft_cap,
+def _block(
+    kv, page, start, low, high, d,
     HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """(acc, top, total) after the slots in [low, high) of the block at `start`; see `_keys_of`."""
+    """(K, V) of the slots in [low, high) of the block at `start`, zeros for others; see
+    `_keys_of`.
+    """
+    slot = start + tl.arange(0, BLOCK_N)
+    mask = ((slot >= low) & (slot < high))[:, None] & (d < SIZE)[None, :]
+    keys = _keys_of(kv, page, start, d, HEADS, SIZE, PAGE, BLOCK_N)
+    return tl.load(keys, mask=mask, other=0.0), tl.load(keys + SIZE, mask=mask, other=0.0)
+
+
+@triton.jit
+def _attend(
+    acc, top, total, q, k, v, start, low, high, scale, soft_cap,
+    BLOCK_N: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """(acc, top, total) after the slots in [low, high) of the block at `start`, of K and V."""
     slot = start + tl.arange(0, BLOCK_N)
     seen = (slot >= low) & (slot < high)
-    mask = seen[:, None] & (d < SIZE)[None, :]
-    keys = _keys_of(kv, page, start, d, HEADS, SIZE, PAGE, BLOCK_N)
-    k = tl.load(keys, mask=mask, other=0.0).to(q.dtype)
-    v = tl.load(keys + SIZE, mask=mask, other=0.0).to(q.dtype)
+    k, v = k.to(q.dtype), v.to(q.dtype)
     scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32)) * scale
     if CAPPED:
         scores = squash(scores, soft_cap)
@@ -227,7 +239,8 @@ def decode_kernel(
     PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, SCALED: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
     FEW: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_R: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV head, part). With SPLIT of ALL there are `wanted` + `tokens` parts, of EACH `wanted`
     of each token, else one of each. In a mixed step only the first counts[0] tokens are
@@ -271,7 +284,15 @@ def decode_kernel(
         if (item > 0) & (t >= tokens):
             return
     page_table += tl.minimum(t, requests - 1).to(tl.int64) * table_stride
-    page = _page_of(page_table, low, tl.where(t < live, high, 0), PAGE, BLOCK_N)
+    kv += h * 2 * SIZE
+    end, begin = tl.where(t < live, high, 0), low
+    page = _page_of(page_table, low, end, PAGE, BLOCK_N)
+    if AHEAD:
+        # All but the slot that the launch before writes, the request's last.
+        begin, first_page = low + BLOCK_N, page
+        page = _page_of(page_table, begin, end, PAGE, BLOCK_N)
+        old = tl.minimum(end, length - 1)
+        k, v = _block(kv, first_page, low, first, old, d, HEADS, SIZE, PAGE, BLOCK_N)
     wait(OVERLAP)
     place = t.to(tl.int64) * q_token_stride + head[:, None] * q_head_stride + d[None, :]
     query = tl.load(q + place, mask=rows, other=0.0)
@@ -283,14 +304,21 @@ def decode_kernel(
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
-    for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
+    if AHEAD:
+        if begin >= length:
+            k, v = _block(kv, first_page, low, first, high, d, HEADS, SIZE, PAGE, BLOCK_N)
+        acc, top, total = _attend(
+            acc, top, total, query, k, v, low, first, high, factor, soft_cap, BLOCK_N, CAPPED
+        )
+    for start in tl.range(begin, high, BLOCK_N, num_stages=STAGES):
         # The next page is carried along, so that the K and V of blocks ahead do not wait for it:
         # with three stages those of two blocks are on their way. It is carried as it was loaded,
         # or the compiler would bring it by way of shared memory, and wait there for all.
         next_page = _page_of(page_table, start + BLOCK_N, high, PAGE, BLOCK_N)
+        of_block = _block(kv, page, start, first, high, d, HEADS, SIZE, PAGE, BLOCK_N)
         acc, top, total = _attend(
-            acc, top, total, query, kv + h * 2 * SIZE, page, start, first, high, d, factor,
-            soft_cap, HEADS, SIZE, PAGE, BLOCK_N, CAPPED,
+            acc, top, total, query, of_block[0], of_block[1], start, first, high, factor, soft_cap,
+            BLOCK_N, CAPPED,
         )  # fmt: skip
         page = next_page
     if SPLIT == WHOLE or parts == 1:

@@ -191,6 +191,38 @@ def test_triton_decode_in_parts(kernels, device, dtype, reach, programs, chunk, 
     assert not counters(torch.zeros(1, device=device).device).any()
 
 
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize(
+    ("dtype", "reach"),
+    [
+        ("bfloat16", {}),
+        ("bfloat16", {"window": 300, "sinks": SINKS}),
+        ("float16", {"chunk": 500} | SCALES),
+        ("float32", {"soft_cap": 20.0}),
+    ],
+    ids=str,
+)
+def test_triton_decode_asks_for_first_blocks_ahead(
+    kernels, device, monkeypatch, dtype, reach, page
+):
+    """Parts of one block and of more, with and without the last slot in it: the bits are those of
+    a kernel that asks for nothing before it waits.
+    """
+    lengths = [1, 33, 32, 700, 64, 1100, 65, 2]
+    arguments = paged(
+        generator("ahead"), dtype, lengths, [1] * 8, (4, 2), 64, page, requests=12, tokens=12
+    )
+    setting = kernels.config("decode", dtype)
+    blocks = {"programs": 1, "chunk": 32, "block_n": 32, "parts": 128, "ahead": 0}
+    for name, value in blocks.items():
+        monkeypatch.setitem(setting, name, value)
+    plain = run("paged_attention", "torch", "triton", arguments | reach, device)[0]
+    monkeypatch.setitem(setting, "ahead", 63)
+    judge("paged_attention", arguments | reach, device)
+    ahead = run("paged_attention", "torch", "triton", arguments | reach, device)[0]
+    assert plain.tobytes() == ahead.tobytes()
+
+
 @pytest.mark.parametrize("reach", [{}, {"window": 300, "sinks": SINKS}, {"chunk": 500}], ids=str)
 def test_triton_decode_by_page_and_by_slot(kernels, device, reach):
     """Blocks that lie in one page and blocks that lie in several give the same bits."""
@@ -1073,9 +1105,10 @@ def test_triton_sorts_many_choices(kernels, device):
         setting.update(before)
 
 
-def test_triton_launches_overlap_without_a_trace(kernels, device, monkeypatch):
-    """Layers of one token in a graph, whose kernels start before the last one has ended: the
-    bits of those in turn.
+@pytest.mark.parametrize("lengths", [[250], [4000, 1, 65, 250, 64, 900, 2, 130]], ids=["1", "8"])
+def test_triton_launches_overlap_without_a_trace(kernels, device, monkeypatch, lengths):
+    """Layers of some tokens in a graph, whose kernels start before the last one has ended: the
+    bits of those in turn. The last slot of each request is written by each layer, beside it.
     """
     if not kernels.overlap()["OVERLAP"]:
         pytest.skip("launches do not overlap here")
@@ -1094,11 +1127,14 @@ def test_triton_launches_overlap_without_a_trace(kernels, device, monkeypatch):
     shapes = (4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)
     layers = [[normal(*shape) for shape in shapes] for _ in range(12)]
     ones, head_ones = (torch.ones(n, device=device, dtype=torch.bfloat16) for n in (1024, 128))
-    first, kv = normal(1, 1024) * 32, normal(12, 20, 16, 16, 128) * 11
-    angles = torch.rand(1, 64, device=device)
+    tokens, most = len(lengths), 64  # pages of a request
+    first, kv = normal(tokens, 1024) * 32, normal(12, tokens * most + 4, 64, 16, 128) * 11
+    angles = torch.rand(tokens, 64, device=device)
+    tables = [[*range(i * most, (i + 1) * most)] for i in range(tokens)]
+    last = [i * most * 64 + length - 1 for i, length in enumerate(lengths)]
     pages, start, lens, counts, slots = (
         torch.tensor(x, dtype=torch.int32, device=device)
-        for x in ([[*range(16)]], [0, 1], [250], [1, 1], [249])
+        for x in (tables, [*range(tokens + 1)], lengths, [tokens] * 2, last)
     )
 
     def run_layers():
@@ -1117,7 +1153,7 @@ def test_triton_launches_overlap_without_a_trace(kernels, device, monkeypatch):
             )
             q, layer = ops.norm_rope_write_kv(*given)
             mean = ops.paged_attention(q, layer, pages, start, lens, counts, 128**-0.5, 0, 0.0, 1)
-            hidden = ops.linear(mean.view(1, -1), o, None)
+            hidden = ops.linear(mean.view(tokens, -1), o, None)
             hidden, residual = ops.fused_add_rms_norm(hidden, residual, ones, 1e-6)
             hidden = ops.gated_mlp(hidden, gate_up, None, down, None)
         return hidden, residual, cached
@@ -1143,6 +1179,19 @@ def test_triton_launches_overlap_without_a_trace(kernels, device, monkeypatch):
         graph.replay()
         for x, y in zip(got, want, strict=True):
             assert torch.equal(x, y)
+
+
+def test_a_step_begins_with_launches_that_do_not_overlap(kernels):
+    """Kernels read before their wait what steps before have written; see `overlap.py`."""
+    from torch._inductor import config
+
+    from twinfer.gpu import step_kernels
+    from twinfer.ops.implement import IMPLEMENTATIONS
+
+    for op in ("embedding", "vocab_parallel_embedding"):
+        assert "triton" not in IMPLEMENTATIONS.get((op, "torch"), {})
+    assert not hasattr(step_kernels, "overlap")
+    assert not getattr(config.triton, "enable_pdl", False)
 
 
 def test_triton_greedy_in_parts(kernels, device):

@@ -164,6 +164,20 @@ def test_attention_compiles(compiled, monkeypatch, heads, size, page, reach):
     assert compiled == ["decode_kernel", *prompts]
 
 
+def test_decode_that_asks_for_first_blocks_ahead_compiles(compiled, monkeypatch):
+    """Of requests whose slots are divided among all programs."""
+    from twinfer.gpu.kernels import attention
+
+    arguments = paged(
+        generator("compile"), "bfloat16", [4000] * 8, [1] * 8, (8, 2), 128, 64, tokens=8
+    )
+    setting = attention.setting_of("decode", "bfloat16", 128)
+    for name, value in {"ahead": 63, "block_n": 64, "chunk": 64, "programs": 1}.items():
+        monkeypatch.setitem(setting, name, value)
+    attention.paged_attention(**arguments_of("paged_attention", arguments))
+    assert compiled == ["decode_kernel"]
+
+
 def test_prompts_with_scales_have_the_kernel_that_reads_them(compiled):
     """Of a cache in the model's dtype too: the op has them as factors of any cache."""
     from twinfer.gpu.kernels import attention
