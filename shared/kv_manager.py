@@ -250,8 +250,10 @@ class KVManager:
 
         The caller vouches that all their tokens are known, and computed by the steps scheduled so
         far, the one being built included: a reader is in that step or a later one, steps run in
-        order, and in a step every layer writes all keys and values before it attends to any. Raises
-        InternalError if a page is not held or has a digest already.
+        order, and in a mixed step every layer writes all keys and values before it attends to any.
+        In a step of single tokens it may read all but a request's last slot before: what such a
+        step computes counts from the next one on. Raises InternalError if a page is not held or has
+        a digest already.
         """
         page_of, digest_of = self._page_of[group], self._digest_of
         held, new = self._references[pages].tolist(), []

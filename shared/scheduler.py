@@ -505,8 +505,9 @@ class Scheduler:
             self._decoding[row] = request
             self._group = None
         # Requests that start later in this step may share these pages at once, see
-        # `KVManager.register`.
-        self.prefixes.register(request, row, end // self.config.page_size)
+        # `KVManager.register`; not a page that one token fills.
+        filled = end if end - start > 1 else start
+        self.prefixes.register(request, row, filled // self.config.page_size)
         return _Chunk(request, row, start, end, end == known)
 
     def _mixed_step(self, group: Group, starts: np.ndarray, chunks: list[_Chunk]) -> ScheduledStep:

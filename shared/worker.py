@@ -128,6 +128,9 @@ class Worker(Protocol):
     def execute(self, step: StepInput) -> StepHandle:
         """Start a step and return at once. Of a step whose requests wait for masks only the
         backbone starts, and `sample` comes before the next step. Raises OutsideTable.
+
+        In a decode step each request reads slots that earlier steps wrote, and of those that this
+        one writes its own alone; in a mixed step also those of others.
         """
         ...
 

@@ -184,7 +184,8 @@ def _decode(
         FEW=setting.get("few", 0),
         BLOCK_G=power_of_2(shape["GROUP"], 16), BLOCK_N=setting["block_n"],
         BLOCK_R=power_of_2(kv_lens.shape[0], 2), STAGES=setting["stages"], SPLIT=split,
-        AHEAD=split == ALL.value and tokens <= setting.get("ahead", 0), num_warps=setting["warps"],
+        AHEAD=split == ALL.value and not mixed and tokens <= setting.get("ahead", 0),
+        num_warps=setting["warps"],
         **shape, **overlap(),
     )  # fmt: skip
 

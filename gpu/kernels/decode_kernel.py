@@ -9,8 +9,8 @@ up in their order, so results do not depend on who that was.
 
 The grid has room for the longest requests, so with few short ones most programs have nothing to do.
 They find that out from the lengths alone, and end while the launch before still runs. With AHEAD
-the others ask for the first block of their part there: all slots but a request's last were written
-by steps before.
+the others ask for the first block of their part there: in a decode step all slots but a request's
+last were written by steps before.
 """
 
 import triton

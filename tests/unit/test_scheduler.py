@@ -586,6 +586,14 @@ class TestPrefixCache:
         # a computes its last two tokens in this step, so b may have all three pages.
         assert parts(turn(scheduler)) == {"b": (12, 13), "a": (10, 12)}
 
+    def test_a_page_is_not_found_in_the_step_whose_single_token_fills_it(self) -> None:
+        """In a step of single tokens workers may read before the step has written."""
+        scheduler = make_scheduler(max_num_batched_tokens=11)
+        add(scheduler, "a", SHARED)
+        turn(scheduler)
+        add(scheduler, "b", [*SHARED, 9])
+        assert parts(turn(scheduler)) == {"b": (8, 13), "a": (11, 12)}
+
     def test_generated_pages_are_found_once_their_tokens_are_known(self) -> None:
         scheduler = make_scheduler()
         request = add(scheduler, "a", 6, max_tokens=8)

@@ -257,15 +257,18 @@ class MockWorker:
         for layer in range(REPEATS * len(self.groups)):
             repeat, number = divmod(layer, len(self.groups))
             group, memory, slots = self.groups[number], self.memory[repeat], all_slots[number]
-            # As on a device: a layer writes the whole step before anybody reads.
+            # As on a device: a layer writes the whole step before anybody reads; but in a step of
+            # single tokens all but a request's last slot may be read before.
             written = slots >= 0
             page, offset = np.divmod(slots[written], group.page_size)
+            before = memory.copy() if step.descriptor.kind == "decode" else memory
             memory[page, offset] = hidden[written]
             after = np.zeros_like(hidden)
             for index in range(count):
                 length, row = int(lens[index]), rows[index] + number * self.stride
                 pages = self.tables[row, : group.columns_for(length)]
-                stored = memory[pages, : group.page_size].reshape(-1)[:length]
+                stored = before[pages, : group.page_size].reshape(-1)[:length]
+                stored[-1] = memory[pages[-1], (length - 1) % group.page_size]
                 new = slice(start[index], start[index + 1])
                 after[new] = attend(stored, group.window)[positions[new]]
             hidden = mix(after, layer + 1)
