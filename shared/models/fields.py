@@ -85,11 +85,13 @@ class Fields:
         shown = quoted(value) if value in written else value  # the text "4" is not the number 4
         self.refuse(name, shown, " or ".join([*written, "absent"]))
 
-    def size(self, name: str, default: int | None = None, high: int = MAX_SIZE) -> int:
-        """A positive integer. Without a default it must be there."""
+    def size(
+        self, name: str, default: int | None = None, high: int = MAX_SIZE, low: int = 1
+    ) -> int:
+        """An integer from `low` to `high`. Without a default it must be there."""
         value = self.need(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
-            self.fail(name, f"is {quoted(value)}, must be an integer from 1 to {high}")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            self.fail(name, f"is {quoted(value)}, must be an integer from {low} to {high}")
         return int(value)
 
     def number(

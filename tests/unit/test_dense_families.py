@@ -421,7 +421,10 @@ def test_gemma_4_31b_holds_eight_times_the_tokens():
             {"num_kv_shared_layers": 2},
             ["num_kv_shared_layers is 2", "layers of each type"],
         ),
-        (ModelError, "Gemma4ForCausalLM", {"num_kv_shared_layers": 6}, ["from 1 to 5"]),
+        (ModelError, "Gemma4ForCausalLM", {"num_kv_shared_layers": 6}, ["from 0 to 5"]),
+        (ModelError, "Gemma4ForCausalLM", {"num_kv_shared_layers": False}, ["is False"]),
+        (ModelError, "Gemma4ForCausalLM", {"hidden_size_per_layer_input": -1}, ["from 0 to"]),
+        (ModelError, "Gemma4ForCausalLM", {"hidden_size_per_layer_input": False}, ["is False"]),
         (
             UnsupportedModel,
             "Gemma4ForCausalLM",

@@ -45,6 +45,11 @@ def mixtral(**fields):
     )
 
 
+def glm(**fields):
+    mixture = {"n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 4}
+    return parse_config({"architectures": ["Glm4MoeForCausalLM"]} | SMALL | mixture | fields)
+
+
 def gemma4(**fields):
     mixture = {"num_experts": 3, "top_k_experts": 2, "moe_intermediate_size": 4}
     usual = {"hidden_size_per_layer_input": 0, "enable_moe_block": True, "sliding_window": 8}
@@ -113,6 +118,18 @@ def test_what_is_refused(error, words, fields):
 def test_what_is_refused_of_experts_beside_an_mlp(words, fields):
     with pytest.raises(ModelError, match=words):
         gemma4(**fields)
+
+
+def test_a_model_may_have_no_plain_layers_before_its_experts():
+    def kinds(**fields):
+        return [type(mixer) for mixer in mixers(glm(**fields))]
+
+    assert kinds(first_k_dense_replace=0) == [Experts] * 4
+    assert kinds(first_k_dense_replace=3) == [Mlp] * 3 + [Experts]
+    for value in (4, -1, False):
+        words = f"first_k_dense_replace is {value}, must be an integer from 0 to 3"
+        with pytest.raises(ModelError, match=words):
+            kinds(first_k_dense_replace=value)
 
 
 def test_shards_that_do_not_divide_the_experts_are_refused():

@@ -176,9 +176,7 @@ def _by_layer(fields: Fields, blocks: Any, windows: list[int]) -> dict[str, Any]
 
 def _reading_layers(fields: Fields, windows: list[int]) -> int:
     """How many of the last layers read another one's cache."""
-    if fields.get("num_kv_shared_layers") in (None, 0):
-        return 0
-    reading = fields.size("num_kv_shared_layers", high=len(windows) - 1)
+    reading = fields.size("num_kv_shared_layers", 0, high=len(windows) - 1, low=0)
     own = windows[: len(windows) - reading]
     if not set(windows) <= set(own):
         fields.fail(
@@ -189,14 +187,13 @@ def _reading_layers(fields: Fields, windows: list[int]) -> int:
 
 
 def _layer_input_size(fields: Fields, default: int) -> int:
-    if fields.get("hidden_size_per_layer_input") == 0:
-        return 0
     if "hidden_size_per_layer_input" not in fields.raw and not default:
         return 0
+    size = fields.size("hidden_size_per_layer_input", default or None, low=0)
     words, vocab = fields.get("vocab_size_per_layer_input"), fields.size("vocab_size")
-    if words is not None:
+    if size and words is not None:
         fields.only("vocab_size_per_layer_input", vocab)
-    return fields.size("hidden_size_per_layer_input", default or None)
+    return size
 
 
 def _ropes(fields: Fields, head_dim: int, full: Heads) -> tuple[RopeConfig, RopeConfig]:

@@ -22,8 +22,7 @@ PREDICTS = "num_nextn_predict_layers"
 def read(fields: Fields) -> ModelConfig:
     """q, k and v may have biases, heads of q and k norms."""
     layers = fields.size("num_hidden_layers", high=dense.MAX_LAYERS)
-    first = fields.get("first_k_dense_replace")
-    plain = 0 if first == 0 else fields.size("first_k_dense_replace", 1, high=layers - 1)
+    plain = fields.size("first_k_dense_replace", 1, high=layers - 1, low=0)
     given = experts(
         fields,
         "n_routed_experts",
