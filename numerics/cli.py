@@ -5,17 +5,22 @@ one of them runs: an engine that starts needs none of it.
 from __future__ import annotations
 
 import argparse
-import os
 import traceback
 from typing import Any
 
+from ..shared import option_text
 from ..shared.config import DTYPES, LOAD_FORMATS
-from ..shared.errors import TwinferError
+from ..shared.errors import ConfigError, TwinferError
 from ..shared.models.arguments import add_model
 from .errors import InfrastructureError
 
 TARGET = "BACKEND:DEVICE[:KEY=VALUE,...]"
 MODES = {"S": "S: float32", "X": "X: exact probes", "P": "P: the run dtype", "I": "I: invariants"}
+
+FILES = {"json": "json", "junit": "junit", "out": "page"}
+"""Flags that name a file for results, and what they are called among the arguments: `--out` of
+`capture` names a folder.
+"""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,21 +42,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_files(arguments: argparse.Namespace) -> None:
-    """Raise InfrastructureError where a result cannot be written: before the work, not after it."""
-    for name in ("json", "junit"):
+    """Raise ConfigError where a result cannot be written: before the work, not after it."""
+    for flag, name in FILES.items():
         place = getattr(arguments, name, None)
         if place in (None, "-"):  # - is standard output
             continue
-        folder = os.path.dirname(place) or "."
-        why = ""
-        if not place or os.path.isdir(place):
-            why = "it is no name of a file"
-        elif not os.path.isdir(folder):
-            why = f"there is no folder {folder}"
-        elif not os.access(place if os.path.exists(place) else folder, os.W_OK):
-            why = "permission denied"
-        if why:
-            raise InfrastructureError(f"{name}: cannot write {place!r}: {why}")
+        try:
+            option_text.output_file(place)
+        except ValueError as error:
+            raise ConfigError(f"{flag}: {error}") from None
 
 
 def add_parsers(parser: argparse.ArgumentParser) -> None:
@@ -215,7 +214,9 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
 
     report = _command(commands, "report", "a result as one HTML file")
     report.add_argument("result", metavar="RESULT", help="a file of --json")
-    report.add_argument("--out", metavar="FILE", help="the HTML file (default: RESULT with .html)")
+    report.add_argument(
+        "--out", dest="page", metavar="FILE", help="the HTML file (default: RESULT with .html)"
+    )
 
     selftest = _command(
         commands, "selftest", "plant faults of every kind, and see whether the modes find them"

@@ -227,7 +227,7 @@ def compare(arguments: Arguments) -> int:
 def report(arguments: Arguments) -> int:
     """A page. Its exit code is 0 whatever the verdict is: the file was written."""
     text = page(read_record(arguments.result))
-    out = arguments.out or str(Path(arguments.result).with_suffix(".html"))
+    out = arguments.page or str(Path(arguments.result).with_suffix(".html"))
     _write(out, lambda: text)
     if out != "-":
         print(f"{out}: {len(text.encode()) / 1e3:.0f} kB")

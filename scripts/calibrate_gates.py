@@ -381,7 +381,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def known(path: str | None) -> list[dict[str, Any]]:
     """The rows of a table. A line that was cut off is left out."""
-    if path is None:
+    if path is None or not Path(path).exists():
         return []
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines if line.endswith("}")]

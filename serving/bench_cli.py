@@ -31,7 +31,7 @@ from .bench import (
 )
 from .bench_serve_flags import add_bench_serve
 from .flags import add_engine, engine_options
-from .parser import check_writable, not_empty
+from .parser import output_file
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -63,7 +63,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
         add_model(parser)
         parser.add_argument(
             "--json",
-            type=not_empty,
+            type=output_file,
             metavar="FILE",
             help="write the result there as well (default: nowhere)",
         )
@@ -172,8 +172,6 @@ def run(arguments: argparse.Namespace) -> int:
     if options["max_model_len"] is None:
         limit = load_config(model_folder(model)).max_position_embeddings
         options["max_model_len"] = min(USUAL_LENGTH, limit)
-    if arguments.json:
-        check_writable(arguments.json)
     result = (_latency if arguments.bench == "latency" else _offline)(
         arguments, model_folder(model), options
     )

@@ -23,7 +23,6 @@ from ..shared.models.config_json import load_config
 from ..shared.models.fields import show
 from ..shared.models.locate import model_folder
 from ..shared.option_text import json_value
-from .parser import check_writable
 
 MARGIN = 100
 """Random token ids keep away from both ends of the vocabulary, where special tokens lie."""
@@ -66,8 +65,6 @@ class Seen:
 def run(arguments: argparse.Namespace) -> int:
     """Exit code 0; 1 if a request failed. Raises ConfigError, TwinferError."""
     goals = dict(_goal(text) for text in arguments.goodput or ())
-    if arguments.json:
-        check_writable(arguments.json)
     result = asyncio.run(_run(arguments, goals))
     _print(result, arguments)
     if arguments.json:

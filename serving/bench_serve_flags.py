@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .parser import http_url, not_empty, whole_number
+from .parser import http_url, output_file, whole_number
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 DATASETS = ("random", "prefix-repetition", "custom")
@@ -128,7 +128,7 @@ def add_bench_serve(kinds: Any) -> None:
     )
     g.add_argument(
         "--json",
-        type=not_empty,
+        type=output_file,
         metavar="FILE",
         help="write the result there as well (default: nowhere)",
     )

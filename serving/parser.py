@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 
 from ..shared import option_text
 from ..shared.engine_config import EngineConfig
-from ..shared.errors import ConfigError
 from ..shared.options import near_flags, options_of
 from ..shared.sampling_params import SamplingParams
 from . import other_flags
@@ -229,25 +228,6 @@ def http_url(text: str) -> str:
     return text
 
 
-def output_file(path: str) -> str:
-    """A reader of files for results, for argparse, which are tried before the work, not after."""
-    try:
-        open(path, "a", encoding="utf-8").close()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(
-            f"cannot write {path}: {error.strerror or error}"
-        ) from error
-    return path
-
-
-def check_writable(path: str) -> None:
-    """Raise ConfigError where a file of `--json` cannot be written."""
-    try:
-        output_file(path)
-    except argparse.ArgumentTypeError as error:
-        raise ConfigError(f"json: {error}") from None
-
-
 def some_of(allowed: Iterable[str]) -> Callable[[str], list[str]]:
     """A reader of words with commas between, each of them allowed, for argparse."""
     known = list(allowed)
@@ -262,5 +242,6 @@ def some_of(allowed: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 size = argument(option_text.size)
+output_file = argument(option_text.output_file)
 json_object = argument(option_text.json_object)
 token_ids = argument(option_text.token_ids)

@@ -5,6 +5,7 @@ with what was meant.
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 from .models.fields import show
@@ -81,6 +82,21 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{show(text)} is not a JSON object")
     return value
+
+
+def output_file(text: str) -> str:
+    """A file for results, tried before the work, not after. What was not there is not there after
+    this either.
+    """
+    known = os.path.lexists(text)
+    try:
+        open(text, "a", encoding="utf-8").close()
+        if not known:
+            os.unlink(text)
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"cannot write {show(text)}: {why}") from None
+    return text
 
 
 def op_priority(text: str) -> tuple[str, tuple[str, ...]]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -102,10 +103,17 @@ def fingerprint(subject: Subject) -> str:
 
 
 def check_free(folder: str) -> Path:
-    """The path of a bundle to be written. Raises ConfigError if there is something."""
+    """The path of a bundle to be written. Raises ConfigError if there is something, or if no
+    folder can be made there.
+    """
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"out: {folder} is there already; name a new folder")
+    holder = next(place for place in target.absolute().parents if place.exists())
+    if not holder.is_dir():
+        raise ConfigError(f"out: cannot write {folder}: {holder} is no folder")
+    if not os.access(holder, os.W_OK):
+        raise ConfigError(f"out: cannot write {folder}: {holder} may not be written")
     return target
 
 

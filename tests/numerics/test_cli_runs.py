@@ -83,7 +83,7 @@ def test_bisect(model, tmp_path, capsys):
     assert "--plant b=rope-sign@1" in record["commands"][0]
     assert "<failure" in (tmp_path / "x.xml").read_text()
     assert run(*words[:-1], 0) == 2
-    assert run(*words, "--json", tmp_path / "no" / "such" / "folder") == 5
+    assert run(*words, "--json", tmp_path / "no" / "such" / "folder") == 2
     capsys.readouterr()
 
 
@@ -104,15 +104,47 @@ def test_bisect_takes_the_steps_of_a_bundle(model, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("place", "why"),
     [
-        ("/no/such/file", "there is no folder /no/such"),
-        ("/", "it is no name of a file"),
-        ("", "it is no name of a file"),
+        ("/no/such/file", "cannot write /no/such/file: No such file or directory"),
+        ("/", "cannot write /: Is a directory"),
+        ("", "cannot write '': No such file or directory"),
+        ("\0", "cannot write '\\x00': embedded null byte"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_found_out_before_the_work(flag, place, why, capsys):
-    assert run("ops", "--op", "nobody_asks", flag, place) == 5
-    line = capsys.readouterr().err
-    assert line == f"twinfer: error: {flag[2:]}: cannot write {place!r}: {why}\n"
+    assert run("ops", "--op", "nobody_asks", flag, place) == 2
+    assert capsys.readouterr().err == f"twinfer: error: {flag[2:]}: {why}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model demo", "ops", "replay NONE", "invariants demo", "bisect demo", "served demo",
+        "check demo", "quantization demo --scheme int8", "rollout demo", "logits demo",
+        "compare NONE NONE", "selftest",
+    ],
+)  # fmt: skip
+def test_no_command_works_for_a_result_that_it_cannot_write(words, capsys):
+    assert run(*words.split(), "--json", "/no/such/file") == 2
+    assert "error: json: cannot write /no/such/file: No such" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("place", "why"), [("/dev/null/a", "/dev/null is no folder"), ("/", "is there already")]
+)
+def test_a_bundle_is_captured_only_where_it_can_be_written(place, why, model, capsys):
+    assert run("capture", *model, "--on", "torch:cpu", "--out", place) == 2
+    said = capsys.readouterr().err
+    assert why in said
+    assert "step" not in said
+
+
+def test_what_was_not_there_is_not_there_after_a_refusal(tmp_path):
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("kept")
+    for place in (old, new):
+        assert run("ops", "--op", "nobody_asks", "--json", place) == 2
+    assert old.read_text() == "kept"
+    assert not new.exists()
 
 
 @pytest.mark.parametrize(

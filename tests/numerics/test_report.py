@@ -156,9 +156,12 @@ def test_the_command_writes_a_file(record, tmp_path, capsys):
     assert main(["numerics", "report", str(result)]) == 0
     assert (tmp_path / "run.html").read_text().startswith("<!doctype html>")
     assert "run.html" in capsys.readouterr().out
-    assert (
-        main(["numerics", "report", str(result), "--out", str(tmp_path / "none" / "a.html")]) == 5
-    )
+    (tmp_path / "run.html").unlink()
+    (tmp_path / "run.html").mkdir()
+    assert main(["numerics", "report", str(result)]) == 5
+    page = tmp_path / "none" / "a.html"
+    assert main(["numerics", "report", str(tmp_path / "none.json"), "--out", str(page)]) == 2
+    assert f"error: out: cannot write {page}: No such" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
