@@ -56,8 +56,18 @@ def write_graph(folder: str, name: str, module: torch.fx.GraphModule) -> None:
     )
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option that this Inductor does not have."""
+def check_options(compilation: ResolvedCompilation) -> None:
+    """Raise ConfigError for an option that this Inductor does not have, and for a folder that
+    cannot be made.
+    """
+    dump, options = compilation.debug_dump_path, compilation.inductor_compile_config
+    if dump:
+        try:
+            Path(dump).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"debug_dump_path: cannot make the folder {dump}: {error.strerror}"
+            ) from None
     if not options:
         return
     from torch._inductor import config

@@ -116,7 +116,7 @@ class TorchWorker:
             raise ConfigError(f"{error.options}: {error}") from error
         self._compilation, self.changes = fit_mode(config.compilation, self._plans)
         self.changes += without_kernels(self._plans)
-        check_options(self._compilation.inductor_compile_config)
+        check_options(self._compilation)
         self._compiled = compiled_kinds(decoder.model_of(model), self._plans, self._compilation)
         check_effect(self._compilation, self._compiled)
         self.config = config = replace(config, compilation=self._compilation)

@@ -6,10 +6,12 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from twinfer.gpu.backend import check_options
 from twinfer.gpu.fit import fit_mode
 from twinfer.gpu.plans import make_plans
 from twinfer.ops import Plans
 from twinfer.ops import resolve as resolve_plan
+from twinfer.shared.compilation_config import ResolvedCompilation
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError
 from twinfer.shared.models.config_json import parse_config
@@ -171,3 +173,15 @@ def test_chips_before_ampere_run_native_ops(chip):
         for op in CACHE_OPS
         if op in plans["decode"]
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"debug_dump_path": "/dev/null/dump"}, "debug_dump_path: cannot make the folder /dev/nul"),
+        ({"inductor_compile_config": {"nosuch": 1}}, "has no option 'nosuch'"),
+    ],
+)
+def test_options_of_compilation_are_checked_before_the_work(options, words):
+    with pytest.raises(ConfigError, match=words):
+        check_options(ResolvedCompilation(**options))
