@@ -12,6 +12,9 @@ import torch.nn.functional as F
 
 from .eager import EagerLoop
 
+TILE = 32
+"""Entries of 16 bits that a processor's unit for products reads of a row at once."""
+
 
 def from_numpy(x: np.ndarray) -> torch.Tensor:
     """A tensor of the same values; torch does not know numpy's bfloat16 and float8."""
@@ -31,6 +34,18 @@ def to_numpy(x: torch.Tensor) -> np.ndarray:
     if x.dtype == torch.float8_e4m3fn:
         return np.asarray(x.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn))
     return np.asarray(x.numpy())
+
+
+def rows_apart(x: torch.Tensor) -> torch.Tensor:
+    """x [..., k] of 16 bits on a CPU with zeros between its rows, where they are no whole tiles.
+
+    The units of some processors (AMX) read on into the next row, times 0: NaN there would be NaN
+    here. Entries, shape and results are the same.
+    """
+    missing = -x.shape[-1] % TILE
+    if not missing or x.dtype.itemsize != 2 or x.device.type != "cpu":
+        return x
+    return F.pad(x, (0, missing))[..., : x.shape[-1]]
 
 
 class TorchNamespace(EagerLoop):
@@ -68,7 +83,7 @@ class TorchNamespace(EagerLoop):
     @staticmethod
     def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., k] by w [n, k] plus bias, rounded once."""
-        return F.linear(x, w, bias)
+        return F.linear(rows_apart(x), w, bias)
 
     @staticmethod
     def rsqrt(x: torch.Tensor) -> torch.Tensor:

@@ -21,8 +21,6 @@ from .blocks import QUERY_BLOCK, ROW_BLOCK, register_sums
 
 XP = namespace("torch")
 SLOT_BLOCK = 128
-TILE = 32
-"""Entries of a row that units for products of bfloat16 read at once."""
 
 rows = partial(implement, provider=ROWS, framework="torch", row_invariant=True, sized=True)
 
@@ -44,11 +42,7 @@ register_sums("torch", _by_block, sized=True)
 @rows("linear")
 def linear(x: Array, weight: Array, bias: Array | None) -> Array:
     """See the op."""
-    if x.dtype == torch.bfloat16 and (missing := -x.shape[-1] % TILE):
-        # The units of some processors (AMX) read on into the next row, times 0: NaN there would be
-        # NaN here.
-        x, weight = F.pad(x, (0, missing)), F.pad(weight, (0, missing))
-    run = partial(F.linear, weight=weight, bias=bias)
+    run = partial(XP.linear, w=weight, bias=bias)
     found: Array = _by_block(run, ROW_BLOCK, x)
     return found
 
