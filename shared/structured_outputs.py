@@ -9,7 +9,7 @@ from typing import Any
 
 from . import option_text
 from .json_depth import MAX_DEPTH, nests_too_deep
-from .models.fields import show
+from .models.fields import quoted, show
 from .option_kinds import Kind, Refusal
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
@@ -44,10 +44,14 @@ class Structure(Kind):
         if value is None:
             return None
         if isinstance(value, StructuredOutputs):
-            value = {value.kind: value.text}
+            value = {value.kind: value.text or True}
         if not isinstance(value, Mapping):
             raise Refusal
-        given = {key: item for key, item in value.items() if item is not None}
+        given = {
+            key: item
+            for key, item in value.items()
+            if item is not None and not (key == "json_object" and item is False)
+        }
         if len(given) != 1 or next(iter(given)) not in KINDS:
             raise Refusal(f"has {', '.join(map(str, given)) or 'nothing'}, allowed {self.allowed}")
         ((kind, item),) = given.items()
@@ -63,8 +67,8 @@ class Structure(Kind):
 
 def _text(kind: str, item: Any) -> str:
     if kind == "json_object":
-        if item not in (True, ""):
-            raise Refusal(f"got json_object {show(item)}, allowed is true")
+        if item is not True:
+            raise Refusal(f"got json_object {quoted(item)}, allowed are true and false")
         return ""
     if kind == "choice":
         return _choices(item)

@@ -249,6 +249,18 @@ def test_needs_processors(fields, needed):
     assert SamplingParams(**fields).needs_processors is needed
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"), [(1, "1"), (1.0, "1.0"), (0, "0"), ("", '""'), ("true", '"true"')]
+)
+def test_any_json_object_is_asked_for_with_true_alone(value, shown):
+    words = f"structured_outputs: got json_object {shown}, allowed are true and false"
+    refused("structured_outputs", {"json_object": value}, words)
+    form = SamplingParams(structured_outputs={"json_object": True})
+    assert dataclasses.replace(form) == form
+    beside = {"json_object": False, "regex": "a", "json": None}
+    assert SamplingParams(structured_outputs=beside).structured_outputs.kind == "regex"
+
+
 def test_with_seed():
     params = SamplingParams(temperature=0.5, stop=["a"], logit_bias={"5": 1}, allowed_token_ids=[1])
     again = params.with_seed(7)
