@@ -57,16 +57,16 @@ class Completion:
                 min_tokens=params.min_tokens,
             )
 
-    def show(self, token_ids: Collection[int]) -> None:
-        """See `Detokenizer`."""
-        if self._text is not None:
-            self._text.show(token_ids)
-
-    def look_for(self, mark_ids: Mapping[int, bool | None]) -> None:
-        """Leave these tokens out of the text, and tell of their places."""
+    def look_for(
+        self, mark_ids: Mapping[int, bool | None], shown_ids: Collection[int] = ()
+    ) -> None:
+        """Leave tokens out of the text and tell of their places. `shown_ids` are special tokens
+        that are part of the text, though others are skipped.
+        """
         self.mark_ids = mark_ids
         if self._text is not None:
             self._text.hide(mark_ids)
+            self._text.show(shown_ids)
 
     def take(self, update: Update) -> bool:
         """Take what a step brought. True if its text completed a stop string: the engine must

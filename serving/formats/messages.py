@@ -39,7 +39,8 @@ _CUT_RECIPIENT = re.compile(r"\s*(?:t|to|to=\S*)?\s*")
 
 
 class MessageParser(EventWriter):
-    """Parses one answer. Its parameters are those of `OutputParser`, as is what it tells.
+    """Parses one answer. Its parameters are those of `OutputParser`, as is what it tells. A text is
+    without the marks that are special tokens of `tokenizer`: `push_mark` takes them.
 
     Text of the channel analysis is reasoning; text of commentary and final is content, as is that
     of a channel that nobody knows, and text without a header. A message to functions.NAME is a
@@ -57,12 +58,11 @@ class MessageParser(EventWriter):
         tokenizer: Tokenizer | None = None,
         prompt_tail: str = "",
         tools: Collection[str] | None = None,
-        skip_special_tokens: bool = True,
         new_id: Callable[[], str] | None = None,
     ) -> None:
         self._layout = layout_of(format)
         super().__init__(tools, new_id or long_id)
-        self._hidden = hidden_marks(format, tokenizer) if skip_special_tokens else {}
+        self._hidden = hidden_marks(format, tokenizer)
         self._rest = ""
         self._ended = False
         self._said: set[type[Event]] = set()
@@ -110,11 +110,16 @@ class MessageParser(EventWriter):
     def _in_channel(self) -> bool:
         return self._header is not None and self._header.startswith(self._layout.channel)
 
-    def push(self, token_id: int | None, text: str) -> list[Event]:
-        """Take a token and the text that it settled, or text alone (None). What became certain."""
+    def push(self, text: str) -> list[Event]:
+        """Take more text. What became certain."""
         self._check_open()
         self._take(text)
-        if token_id is not None and token_id in self._hidden:
+        return self._flush()
+
+    def push_mark(self, token_id: int) -> list[Event]:
+        """Take a token that is none of the text. What is no mark means nothing."""
+        self._check_open()
+        if token_id in self._hidden:
             self._read_mark(self._hidden[token_id])
         return self._flush()
 

@@ -23,7 +23,6 @@ from .events import (
     ToolCallStart,
 )
 from .json_text import held_size
-from .marks import hidden_marks
 from .messages import MessageParser
 from .table import Calls, Format, find_format
 from .tags import TagReader
@@ -47,9 +46,8 @@ class OutputParser(EventWriter):
     has opened reasoning, the message starts in it. `tools` are the names of the tools on offer:
     a call of another is no call; with none on offer, marks of calls are content; None allows any
     name. A mapping gives their `parameters` too, which say what a value written between tags is.
-    `skip_special_tokens` says whether the text comes without special tokens, as `SamplingParams`
-    has it: marks among them are then found by their ids, which takes `tokenizer`.
-    `new_id` makes ids of calls.
+    `new_id` makes ids of calls. Marks are found in the text, which has them also where they are
+    special tokens (`shown_marks`).
 
     A call starts when its name is known and its arguments have begun. What turns out to be none
     before that (broken JSON, an unknown name, an end) is content, mark and all. What breaks later
@@ -65,10 +63,8 @@ class OutputParser(EventWriter):
     def __init__(
         self,
         format: Format | str,
-        tokenizer: Tokenizer | None = None,
         prompt_tail: str = "",
         tools: Collection[str] | None = None,
-        skip_special_tokens: bool = True,
         new_id: Callable[[], str] | None = None,
     ) -> None:
         self._format = find_format(format) if isinstance(format, str) else format
@@ -76,7 +72,6 @@ class OutputParser(EventWriter):
         self._calls = self._format.calls if tools is None or tools else None
         short = self._calls is not None and self._calls.short_ids
         super().__init__(tools, new_id or (_short_id if short else long_id))
-        self._hidden = hidden_marks(self._format, tokenizer) if skip_special_tokens else {}
         self._rest = ""
         self._space = ""
         self._said = self._unclosed = False
@@ -93,12 +88,10 @@ class OutputParser(EventWriter):
         """Whether what was read last stands within reasoning, which has not ended."""
         return self._reasoning
 
-    def push(self, token_id: int | None, text: str) -> list[Event]:
-        """Take a token and the text that it settled, or text alone (None). What became certain."""
+    def push(self, text: str) -> list[Event]:
+        """Take more text. What became certain."""
         self._check_open()
         self._take(text)
-        if token_id is not None and token_id in self._hidden:
-            self._take(self._hidden[token_id])
         return self._flush()
 
     def finish(self, reason: str = "stop") -> list[Event]:
@@ -311,12 +304,12 @@ def open_parser(
     tokenizer: Tokenizer | None = None,
     prompt_tail: str = "",
     tools: Collection[str] | None = None,
-    skip_special_tokens: bool = True,
     new_id: Callable[[], str] | None = None,
 ) -> Parser:
-    """The parser of a format, with the parameters of `OutputParser`."""
-    parser = OutputParser if format.messages is None else MessageParser
-    return parser(format, tokenizer, prompt_tail, tools, skip_special_tokens, new_id)
+    """The parser of a format, with the parameters of `OutputParser` and `MessageParser`."""
+    if format.messages is None:
+        return OutputParser(format, prompt_tail, tools, new_id)
+    return MessageParser(format, tokenizer, prompt_tail, tools, new_id)
 
 
 def parse(
@@ -332,7 +325,7 @@ def parse(
     form = find_format(format) if isinstance(format, str) else format
     parser = open_parser(form, None, prompt_tail, tools)
     message = ParsedMessage()
-    for event in [*parser.push(None, text), *parser.finish(reason)]:
+    for event in [*parser.push(text), *parser.finish(reason)]:
         message.add(event)
     return message
 

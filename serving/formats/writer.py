@@ -24,6 +24,10 @@ class EventWriter:
         self._num_calls = 0
         self._finished = False
 
+    def push_mark(self, token_id: int) -> list[Event]:
+        """Take a token that is none of the text. Raises InternalError where all marks are text."""
+        raise InternalError(f"output parser: token {token_id} is no mark of this format")
+
     def _check_open(self) -> None:
         if self._finished:
             raise InternalError("output parser: used after finish()")

@@ -360,8 +360,7 @@ class Server:
         live = self._add(request, chat, ids, params)
         tokenizer, form = self._settings.tokenizer, self._settings.format
         tail, schemas = text[-TAIL:], chat.tool_schemas
-        live.look_for(searched_marks(form, tokenizer))
-        live.show(shown_marks(form, tokenizer))
+        live.look_for(searched_marks(form, tokenizer), shown_marks(form, tokenizer))
         return live, lambda: open_parser(form, tokenizer, tail, schemas)
 
     def _bound(

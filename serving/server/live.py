@@ -74,15 +74,14 @@ class Live:
         self._told = [(0, 0, False) for _ in settings]
         self._told_marks = [0] * len(settings)
 
-    def look_for(self, mark_ids: Mapping[int, bool | None]) -> None:
-        """Have `news` tell where these tokens, which then have no text, stand; see `Completion`."""
+    def look_for(
+        self, mark_ids: Mapping[int, bool | None], shown_ids: Collection[int] = ()
+    ) -> None:
+        """Have `news` tell where tokens stand, which then have no text, and have other special
+        tokens in the text; see `Completion`.
+        """
         for part in self.completions:
-            part.look_for(mark_ids)
-
-    def show(self, token_ids: Collection[int]) -> None:
-        """Have these special tokens in the text, though others are skipped."""
-        for part in self.completions:
-            part.show(token_ids)
+            part.look_for(mark_ids, shown_ids)
 
     @property
     def done(self) -> bool:

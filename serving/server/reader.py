@@ -37,7 +37,7 @@ class Reader:
         if news.marks:
             return [event for events, _ in self.parts(news) for event in events]
         self._count.begin(news.token_ids)
-        return self._ended(self._parser.push(None, news.text), news)
+        return self._ended(self._parser.push(news.text), news)
 
     def parts(self, news: News) -> list[tuple[list[Event], Sequence[int]]]:
         """The same up to each mark, with the places among the new tokens that are of content."""
@@ -45,13 +45,13 @@ class Reader:
         place = 0
         self._count.begin(news.token_ids)
         for mark in news.marks:
-            events = self._parser.push(None, news.text[place : mark.place])
+            events = self._parser.push(news.text[place : mark.place])
             answer = self._count.stand_before(mark.number)
-            events += self._parser.push(mark.token_id, "")
+            events += self._parser.push_mark(mark.token_id)
             self._count.stand_behind(mark.number)
             found.append((self._told(events), answer))
             place = mark.place
-        events = self._parser.push(None, news.text[place:])
+        events = self._parser.push(news.text[place:])
         answer = self._count.end(reasons=self._parser.reasons)
         return [*found, (self._ended(events, news), answer)]
 

@@ -138,7 +138,7 @@ def run(pieces, tools=("f", "g"), reason="stop", tail=PROMPT):
     """The events of a text in pieces, its marks spelled out; neighbours of a kind joined."""
     ids = (f"id{i}" for i in itertools.count())
     parser = open_parser(HARMONY, None, tail, tools, new_id=lambda: next(ids))
-    events = [event for piece in pieces for event in parser.push(None, piece)]
+    events = [event for piece in pieces for event in parser.push(piece)]
     return joined([*events, *parser.finish(reason)])
 
 
@@ -147,8 +147,12 @@ def of_tokens(ids, tools=("f", "g"), reason="stop", size=1):
     names = (f"id{i}" for i in itertools.count())
     parser = open_parser(HARMONY, TOKENIZER, PROMPT, tools, new_id=lambda: next(names))
     detokenizer = Detokenizer(TOKENIZER)
-    events = [event for i in ids for event in parser.push(i, detokenizer.append([i]))]
-    return joined([*events, *parser.push(None, detokenizer.finish()), *parser.finish(reason)])
+    events = [
+        event
+        for i in ids
+        for event in [*parser.push(detokenizer.append([i])), *parser.push_mark(i)]
+    ]
+    return joined([*events, *parser.push(detokenizer.finish()), *parser.finish(reason)])
 
 
 def message_of(events):
@@ -227,11 +231,11 @@ def test_marks_that_a_model_spells_are_text():
 
 def test_calls_stream_as_they_come():
     parser = open_parser(HARMONY, None, PROMPT, ["f"])
-    parser.push(None, to("f", ""))
-    (begun, first) = parser.push(None, "{")
+    parser.push(to("f", ""))
+    (begun, first) = parser.push("{")
     assert isinstance(begun, ToolCallStart)
     assert first == ToolCallArguments(0, "{")
-    assert [event.text for c in '"a": 1' for event in parser.push(None, c)] == list('"a": 1')
+    assert [event.text for c in '"a": 1' for event in parser.push(c)] == list('"a": 1')
 
 
 def test_without_tools_calls_are_content():
@@ -305,7 +309,7 @@ def test_hostile_text_takes_linear_time_and_bounded_memory(name, size):
     parser = open_parser(HARMONY, None, PROMPT)
     start = time.process_time()
     for place in range(0, len(HOSTILE[name]), size):
-        parser.push(None, HOSTILE[name][place : place + size])
+        parser.push(HOSTILE[name][place : place + size])
         held = len(parser._held) + len(parser._rest) + len(parser._header or "")
         assert size > 7 or held <= MAX_HELD + 2 * MAX_HEADER
     parser.finish()

@@ -20,7 +20,7 @@ from twinfer.serving.formats.events import (
     ToolCallStart,
 )
 from twinfer.serving.formats.json_text import JsonValue, is_object
-from twinfer.serving.formats.marks import hidden_marks
+from twinfer.serving.formats.marks import hidden_marks, shown_marks
 from twinfer.serving.formats.parser import OutputParser, open_parser, parse
 from twinfer.serving.formats.table import FORMATS
 from twinfer.serving.serve_flags import PARSERS
@@ -41,7 +41,7 @@ def run(form, pieces, tail="", tools=None, reason="stop"):
     """The events of a text in pieces, neighbours of a kind joined."""
     ids = iter(range(10**6))
     parser = open_parser(FORMATS[form], None, tail, tools, new_id=lambda: f"id{next(ids)}")
-    events = [event for piece in pieces for event in parser.push(None, piece)]
+    events = [event for piece in pieces for event in parser.push(piece)]
     return joined([*events, *parser.finish(reason)])
 
 
@@ -283,10 +283,10 @@ def test_json_has_a_depth():
 
 
 def test_arguments_stream_as_they_come():
-    parser = OutputParser("qwen", None)
+    parser = OutputParser("qwen")
     text = "<tool_call>" + call("f", '{"a": "long"}')
     sizes = [
-        sum(isinstance(event, ToolCallArguments) for event in parser.push(None, character))
+        sum(isinstance(event, ToolCallArguments) for event in parser.push(character))
         for character in text
     ]
     assert sum(sizes) == len('{"a": "long"}')
@@ -327,11 +327,11 @@ def test_what_a_value_between_tags_is_says_its_schema(key, written, value):
 
 def test_a_text_between_tags_streams_as_it_comes():
     tools = {"f": {"properties": {"s": {"type": "string"}}}}
-    parser = OutputParser("qwen3_coder", None, tools=tools)
-    parser.push(None, "<tool_call><function=f><parameter=s>\n")
-    told = [event.text for c in 'a "b"' for event in parser.push(None, c)]
+    parser = OutputParser("qwen3_coder", tools=tools)
+    parser.push("<tool_call><function=f><parameter=s>\n")
+    told = [event.text for c in 'a "b"' for event in parser.push(c)]
     assert "".join(told) == r"a \"b\""
-    held = [event for c in "\n</parameter" for event in parser.push(None, c)]
+    held = [event for c in "\n</parameter" for event in parser.push(c)]
     assert held == []
 
 
@@ -350,11 +350,11 @@ def test_tags_without_an_end_take_linear_time(form):
     }
     middle = "</arg_key><arg_value>" if form == "glm45" else ""
     for more in ("<", "\n", "</par", "x"):
-        parser = OutputParser(form, None)
+        parser = OutputParser(form)
         began = time.perf_counter()
-        parser.push(None, begin[form])
+        parser.push(begin[form])
         for piece in [middle, *[more] * 50_000]:
-            parser.push(None, piece)
+            parser.push(piece)
         parser.finish("length")
         assert time.perf_counter() - began < 5
 
@@ -415,12 +415,11 @@ def test_marks_are_found_as_tokens(name, special, skip):
     if any(mark in text for mark in marks):
         assert len(ids) < len(text.encode())
     detokenizer = Detokenizer(tokenizer, (), skip)
+    detokenizer.show(shown_marks(FORMATS[form], tokenizer))
     numbers = iter(range(100))
-    parser = OutputParser(
-        form, tokenizer, "", ["f", "g"], skip, new_id=lambda: f"id{next(numbers)}"
-    )
-    events = [event for i in ids for event in parser.push(i, detokenizer.append([i]))]
-    assert joined([*events, *parser.push(None, detokenizer.finish()), *parser.finish()]) == run(
+    parser = OutputParser(form, "", ["f", "g"], new_id=lambda: f"id{next(numbers)}")
+    events = [event for i in ids for event in parser.push(detokenizer.append([i]))]
+    assert joined([*events, *parser.push(detokenizer.finish()), *parser.finish()]) == run(
         form, [text], tools=["f", "g"]
     )
 
@@ -446,10 +445,10 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_text_takes_linear_time_and_bounded_memory(name, size):
     form, text = HOSTILE[name]
-    parser = OutputParser(form, None)
+    parser = OutputParser(form)
     start = time.process_time()
     for place in range(0, len(text), size):
-        parser.push(None, text[place : place + size])
+        parser.push(text[place : place + size])
         if place % 7000 == 0:
             held = sum(map(len, parser._held)) + len(parser._rest) + len(parser._space)
             assert held <= MAX_HELD + 600
@@ -482,9 +481,14 @@ def test_nothing_goes_in_after_the_end():
     parser = OutputParser("none")
     parser.finish()
     with pytest.raises(InternalError, match=r"used after finish\(\)"):
-        parser.push(None, "a")
+        parser.push("a")
     with pytest.raises(InternalError, match=r"used after finish\(\)"):
         parser.finish()
+
+
+def test_formats_whose_marks_are_text_take_no_tokens():
+    with pytest.raises(InternalError, match="token 7 is no mark of this format"):
+        OutputParser("mistral").push_mark(7)
 
 
 def test_special_marks_are_known_to_be_hidden():
@@ -511,4 +515,4 @@ def test_every_format_may_be_named():
 
 def test_unknown_format_is_refused():
     with pytest.raises(ConfigError, match="output format: got xml, allowed are none, think"):
-        OutputParser("xml", None)
+        OutputParser("xml")

@@ -178,7 +178,7 @@ def check_cuts(form, text):
     found = []
     for pieces in ([text], text, [*by_token, detokenizer.finish()]):
         parser = OutputParser(form, new_id=lambda: "id")
-        events = [event for piece in pieces for event in parser.push(None, piece)]
+        events = [event for piece in pieces for event in parser.push(piece)]
         found.append(flat([*events, *parser.finish()]))
     assert found[0] == found[1] == found[2]
 

@@ -23,11 +23,11 @@ TEXTS = {
 
 
 def stream(text, reason, size=3):
-    parser = OutputParser("qwen", None)
+    parser = OutputParser("qwen")
     events = ResponseEvents("resp_1", "demo", 1_700_000_000, {"instructions": "Be brief"})
     sent = events.start()
     for place in range(0, len(text), size):
-        sent += events.take(parser.push(None, text[place : place + size]))
+        sent += events.take(parser.push(text[place : place + size]))
     sent += events.take(parser.finish(reason))
     usage = Usage(7, 5, 3, 1)
     sent += events.end(usage)
@@ -116,7 +116,7 @@ def test_states():
 def test_failure_closes_what_is_open():
     events = ResponseEvents("resp_1", "demo", 0)
     events.start()
-    events.take(OutputParser("none", None).push(None, "Hello"))
+    events.take(OutputParser("none").push("Hello"))
     sent = events.fail("the engine died")
     assert [event["type"] for event in sent][-2:] == [
         "response.output_item.done",

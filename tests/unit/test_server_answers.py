@@ -44,7 +44,7 @@ def answered(text, *, step, names=("read", "now"), scores=None, form="qwen", **o
         live = Live([1], [SamplingParams(max_tokens=999, logprobs=scores)], TOKENIZER)
         answer = ChatAnswer(
             "chatcmpl-1", "m", 1, Words(TOKENIZER), scores,
-            lambda: OutputParser(FORMATS[form], None, "", names), None, **options,
+            lambda: OutputParser(FORMATS[form], "", names), None, **options,
         )  # fmt: skip
         return live, answer
 
@@ -196,7 +196,7 @@ def test_each_token_is_looked_at_once_for_the_end_of_reasoning(end, count):
         live = Live([1], [SamplingParams(max_tokens=9999)], None)
         live.outputs[0].token_ids = Counted()
         answer = ChatAnswer(
-            "c", "m", 1, Words(None), None, lambda: OutputParser(think, None, "<think>", ()), end
+            "c", "m", 1, Words(None), None, lambda: OutputParser(think, "<think>", ()), end
         )
         for place in range(1000):
             live.take(0, Update("1", (7 if place == 699 else 5,)))
@@ -221,7 +221,7 @@ def test_a_response_has_no_scores_of_reasoning_however_it_arrives():
     async def run(step):
         live = Live([1], [SamplingParams(max_tokens=99, logprobs=0)], TOKENIZER)
         events = ResponseEvents("r", "m", 1)
-        reader = Reader(OutputParser(think, None, "<think>", ()), end)
+        reader = Reader(OutputParser(think, "<think>", ()), end)
         for first in range(0, len(ids), step):
             tokens = ids[first : first + step]
             reason = FinishReason.LENGTH if first + step >= len(ids) else None
