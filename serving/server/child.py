@@ -28,7 +28,8 @@ from ...shared.config import EngineConfig
 from ...shared.engine import Engine
 from ...shared.errors import EngineClosed, EngineDead, RequestError, TwinferError
 from ...shared.models.config_json import load_config
-from ...shared.models.locate import folder_digest, model_folder
+from ...shared.models.digest import folder_digest
+from ...shared.models.locate import model_folder
 from ...shared.request import FinishReason
 from ...shared.structured_outputs import StructuredOutputs
 from .logs import configure_logging

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 from functools import cache
@@ -13,8 +11,6 @@ from ..errors import ModelNotFound
 
 DEMO = "demo"
 SHAPES_FOLDER = Path(__file__).parent / "shapes"
-READ = (".jinja", ".json", ".safetensors")
-"""How the names of files end that are read of a model."""
 HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 """The name of a model on the Hugging Face Hub; a path may look like one."""
 
@@ -49,17 +45,3 @@ def model_folder(model: str) -> str:
             f"known by name: {', '.join(shape_names())}"
         )
     return model
-
-
-def folder_digest(folder: str) -> str:
-    """Hex digits for what a model's folder holds: config.json, and the names and sizes of the files
-    that are read. Nobody reads weights for it: others of the same sizes have the same digits.
-    """
-    sizes = {
-        path.name: path.stat().st_size
-        for path in sorted(Path(folder).iterdir())
-        if path.suffix in READ and path.is_file()
-    }
-    digest = hashlib.sha256((Path(folder) / "config.json").read_bytes())
-    digest.update(json.dumps(sizes).encode())
-    return digest.hexdigest()[:16]

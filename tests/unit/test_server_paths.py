@@ -4,14 +4,16 @@ import asyncio
 from types import SimpleNamespace
 
 import httpx
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from twinfer.serving.formats.table import FORMATS
 from twinfer.serving.server.answers import fingerprint_of
 from twinfer.serving.server.app import Settings, build_app
 from twinfer.serving.server.doors import Load
 from twinfer.serving.server.metrics import Metrics
-from twinfer.shared.models.locate import folder_digest
+from twinfer.shared.models.digest import folder_digest
 from twinfer.shared.sampling_params import SamplingParams
 
 
@@ -88,15 +90,46 @@ def test_a_fingerprint_is_of_what_was_asked_for_and_not_of_what_was_measured():
     assert fingerprint_of(None) is None
 
 
-def test_a_models_digest_is_of_its_config_and_of_what_is_read(tmp_path):
+def test_a_models_digest_is_of_its_texts_and_of_what_is_read(tmp_path):
     def written(**files):
         for name, text in files.items():
             (tmp_path / name.replace("__", ".")).write_text(text)
         return folder_digest(tmp_path)
 
-    first = written(config__json="{}", a__safetensors="12", b__safetensors="1")
-    assert first == written(README__md="new", b__safetensors="2")
+    first = written(config__json="{}", tokenizer__json="1", b__safetensors="1")
+    assert first == written(README__md="new")
     larger = written(b__safetensors="12")
     assert first != larger
     assert larger != written(config__json="[]")
     assert first != written(config__json="{}", b__safetensors="1", c__safetensors="")
+    (tmp_path / "c.safetensors").unlink()
+    assert first == folder_digest(tmp_path)
+    assert first != written(tokenizer__json="2")
+
+
+def test_a_models_digest_follows_its_weights(tmp_path):
+    """Another fine-tuning has files of the same names and sizes."""
+
+    def digest(**changed):
+        tensors = {name: np.zeros((64, 64), np.float32) for name in ("a", "b", "c")}
+        save_file(tensors | changed, tmp_path / "model.safetensors")
+        return folder_digest(tmp_path)
+
+    ones = np.ones((64, 64), np.float32)
+    found = [digest(), digest(a=ones), digest(b=ones), digest(c=ones), digest(a=ones.view("i4"))]
+    assert len(set(found)) == 5
+    assert found[0] == digest()
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["[]", "{", '{"a": 1}', '{"a": {}}', '{"a": {"data_offsets": [0.5, 1.5]}}',
+     '{"a": {"data_offsets": [0, 9999]}}', '{"a": {"data_offsets": [3, 1]}}', "[" * 10**5],
+)  # fmt: skip
+def test_a_models_digest_takes_no_offence_at_a_file_that_nobody_loads(header, tmp_path):
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(len(header).to_bytes(8, "little") + header.encode() + b"data")
+    before = folder_digest(tmp_path)
+    assert len(before) == 16
+    other.write_bytes(b"\xff" * 20)
+    assert folder_digest(tmp_path) != before
