@@ -65,7 +65,7 @@ def load_weights(
     model = module.config if whole is None else whole
     checkpoint = None
     if load_format != "dummy":
-        checkpoint = open_checkpoint(folder, model)
+        checkpoint = open_checkpoint(folder, model, _numpy_dtype(module.dtype))
         check_checkpoint(checkpoint, table)
     source = Source(model, table, checkpoint, seed, module.config.shard)
     todo = list(table.placed())
@@ -89,7 +89,7 @@ def _fill(target: torch.Tensor, parameter: Parameter, source: Source, layer: int
             made = _dummy(parameter, rows, max(layer, 0), source.seed, target.device)
             target[rows].copy_(made)
     else:
-        read = read_parameter(source.checkpoint, parameter, layer, _dtype_of(target))
+        read = read_parameter(source.checkpoint, parameter, layer, _numpy_dtype(target.dtype))
         target.copy_(from_numpy(read))
 
 
@@ -113,13 +113,13 @@ def _fill_shard(
             made = _dummy_shard(parameter, placement, of_shard, *numbers, target[rows], rows)
             target[rows].copy_(made)
         return
-    held = np.empty(tuple(target.shape), _dtype_of(target))
+    held = np.empty(tuple(target.shape), _numpy_dtype(target.dtype))
     read_shard(source.checkpoint, parameter, placement, layer, tuple(entries), held)
     target.copy_(from_numpy(held))
 
 
-def _dtype_of(target: torch.Tensor) -> np.dtype[Any]:
-    return DTYPES[str(target.dtype).removeprefix("torch.")]
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    return DTYPES[str(dtype).removeprefix("torch.")]
 
 
 def _is_added_once(parameter: Parameter, source: Source, layer: int, shard: Shard) -> bool:

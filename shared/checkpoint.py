@@ -84,6 +84,8 @@ class Checkpoint:
 
     holds_pieces = False
     """Whether quantised weights are read by their pieces (`narrow_checkpoint.py`)."""
+    run_dtype: np.dtype[Any] | None = None
+    """What such weights are widened to, if that is known."""
 
     def __init__(self, folder: str | Path) -> None:
         """Tensors of all experts of a layer are read as one matrix below the name with `STACKED` or

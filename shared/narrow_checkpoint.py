@@ -27,12 +27,16 @@ AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 GPTQ_WRAPPED = 15
 
 
-def open_checkpoint(folder: str | Path, model: ModelConfig) -> Checkpoint:
-    """The weights of a model folder, the quantised ones by their pieces. Raises CheckpointError."""
+def open_checkpoint(
+    folder: str | Path, model: ModelConfig, run_dtype: np.dtype[Any] | None = None
+) -> Checkpoint:
+    """The weights of a model folder, the quantised ones by their pieces: read to be widened to
+    `run_dtype`, if that is known. Raises CheckpointError.
+    """
     quantization = model.quantization
     if quantization is None or quantization.form == "wide":
         return Checkpoint(folder)
-    return NarrowCheckpoint(folder, quantization, model.num_experts)
+    return NarrowCheckpoint(folder, quantization, model.num_experts, run_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +53,16 @@ class NarrowCheckpoint(Checkpoint):
 
     holds_pieces = True
 
-    def __init__(self, folder: str | Path, quantization: Quantization, experts: int = 0) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        quantization: Quantization,
+        experts: int = 0,
+        run_dtype: np.dtype[Any] | None = None,
+    ) -> None:
         """`experts`: how many a layer has, for formats that have all of them in one tensor."""
         super().__init__(folder)
+        self.run_dtype = run_dtype
         self._quantization = quantization
         self._form: Form = FORMS[quantization.form](self, quantization, experts)
 

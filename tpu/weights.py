@@ -44,7 +44,7 @@ def load_weights(
     """
     checkpoint = None
     if load_format != "dummy":
-        checkpoint = open_checkpoint(folder, model)
+        checkpoint = open_checkpoint(folder, model, np.dtype(dtype))
         check_checkpoint(checkpoint, table)
     shards = mesh.shape["tp"]
 

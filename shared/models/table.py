@@ -84,6 +84,13 @@ class PieceOf:
     wide: Parameter
     narrow: Narrow
 
+    @property
+    def is_widened(self) -> bool:
+        """Whether a product takes entries of the run dtype: that of experts, and others unless
+        tokens are quantised for it.
+        """
+        return self.narrow.activations is None or self.wide.name.startswith("experts_")
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:

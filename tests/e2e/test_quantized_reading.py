@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from twinfer import LLM
 from twinfer.ops.namespaces import namespace
 from twinfer.ops.reference.narrow import widened_weight
 from twinfer.shared import narrow_checkpoint
-from twinfer.shared.errors import CheckpointError, ModelError, UnsupportedModel
+from twinfer.shared.errors import CheckpointError, ConfigError, ModelError, UnsupportedModel
 from twinfer.shared.models import decoder
 from twinfer.shared.models.config_json import load_config
 from twinfer.shared.narrow_checkpoint import NarrowCheckpoint, open_checkpoint
@@ -433,3 +434,89 @@ def test_scales_of_powers_of_two(checkpoint, tmp_path):
     stored = load_file(f"{folder}/model.safetensors")[f"{NAME}.weight_scale_inv"].float().numpy()
     assert scale.dtype == np.float32
     assert np.array_equal(scale[::40], stored)
+
+
+# Weights whose scales are large
+
+SCALES = {
+    "packed": ("weight_scale", 1), "packed-zeros": ("weight_scale", 1),
+    "int8-weights": ("weight_scale", 1), "nvfp4": ("weight_global_scale", -1),
+    "gptq": ("scales", 1), "awq": ("scales", 1),
+    "int8": ("weight_scale", 1), "fp8-channel": ("weight_scale", 1),
+    "deepseek": ("weight_scale_inv", 1),
+}  # fmt: skip
+"""The tensor that has the scales of a module, and the power of it that multiplies entries."""
+OF_TOKENS = ("int8", "fp8-channel", "deepseek")
+"""Schemes that quantise tokens: no entry is ever of the run dtype."""
+
+
+def entries_of(folder):
+    """The entries of the module NAME."""
+    model = load_config(folder)
+    reader, narrow = open_checkpoint(folder, model), model.quantization.narrow
+    pieces = ["values", "scale", *(["zero"] if narrow.zeros else [])]
+    values, scale, *zero = (reader.read(f"{NAME}:{piece}") for piece in pieces)
+    return widened_weight(namespace("numpy"), values, scale, zero[0] if zero else None, narrow.kind)
+
+
+def scaled_to(checkpoint, target, scheme, largest):
+    """A checkpoint in which the largest entry of NAME is about `largest`."""
+    name, power = SCALES[scheme]
+    factor = (largest / np.abs(entries_of(checkpoint(scheme))).max()) ** power
+
+    def change(tensors):
+        tensors[f"{NAME}.{name}"] *= float(factor)
+
+    return changed(checkpoint(scheme), target, change)
+
+
+def read_for(folder, dtype):
+    """Read all of the first layer, to be run in a dtype."""
+    model = load_config(folder)
+    reader = open_checkpoint(folder, model, np.dtype(dtype))
+    for parameter in decoder.parameters_of(model).layer(0).values():
+        read_parameter(reader, parameter, 0)
+
+
+@pytest.mark.parametrize("scheme", SCALES)
+def test_an_entry_that_the_run_dtype_does_not_hold_is_named(checkpoint, tmp_path, scheme):
+    folder = scaled_to(checkpoint, tmp_path / "large", scheme, 80_000)
+    if scheme in OF_TOKENS:
+        read_for(folder, "float16")
+        return
+    every = entries_of(folder)
+    row, column = (int(at) for at in np.unravel_index(np.abs(every).argmax(), every.shape))
+    with pytest.raises(ConfigError) as caught:
+        read_for(folder, "float16")
+    message = str(caught.value)
+    assert message.startswith(f"dtype: got float16, in which an entry of {folder}")
+    assert f"{NAME}.weight" in message or f"{NAME}.qweight" in message
+    assert f"it is {every[row, column]:.6g} at [{row}, {column}]; " in message
+    assert message.endswith("; allowed are bfloat16, float32")
+    read_for(folder, "bfloat16")
+    read_for(folder, "float32")
+
+
+@pytest.mark.parametrize("scheme", [one for one in SCALES if one not in OF_TOKENS])
+def test_large_scales_of_small_values_are_read(checkpoint, tmp_path, scheme):
+    """Such as 60 000 of 4 bits: the largest value that there could be is not there."""
+    read_for(scaled_to(checkpoint, tmp_path / "large", scheme, 60_000), "float16")
+
+
+def test_an_entry_of_an_expert_that_the_run_dtype_does_not_hold_is_named(checkpoint, tmp_path):
+    key = "model.layers.0.mlp.experts.gate_up_proj"
+
+    def change(tensors):
+        tensors[f"{key}_scales"][1, 2] += 24
+
+    folder = changed(checkpoint("mxfp4"), tmp_path / "large", change)
+    with pytest.raises(ConfigError, match=rf"dtype: got float16, .*{key}_blocks would be infinite"):
+        read_for(folder, "float16")
+    read_for(folder, "bfloat16")
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_engines_refuse_entries_that_they_could_not_compute_with(checkpoint, tmp_path, backend):
+    folder = scaled_to(checkpoint, tmp_path / "large", "gptq", 80_000)
+    with pytest.raises(ConfigError, match="dtype: got float16, in which an entry of"):
+        LLM(folder, backend=backend, device="cpu", dtype="float16", max_model_len=64)
