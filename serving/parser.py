@@ -80,8 +80,8 @@ class OneLineParser(argparse.ArgumentParser):
 
     def refuse(self, unknown: str) -> NoReturn:
         """Complain about an argument that this command does not know, naming the nearest flag."""
-        flag = unknown.split("=")[0]
-        answer = other_flags.ELSEWHERE.get(flag, "")
+        flag = other_flags.name_of(unknown)
+        answer = other_flags.answer_to(flag)
         # An answer that names flags of ours is one where this command has them.
         ours = re.findall("--[a-z-]+", answer) if answer.startswith(("see ", "say ")) else []
         if answer and set(ours) <= set(self.flags):

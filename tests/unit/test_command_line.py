@@ -363,6 +363,11 @@ ELSEWHERE = """
     --enable-request-id-headers --return-tokens-as-token-ids --kv-transfer-config -O
     --tool-parser-plugin --tool-server --hf-overrides --model-impl --mem-fraction-static --tp-size
     --context-length --chunked-prefill-size --disable-radix-cache --model-path --log-level
+    --shutdown-timeout -cc -dpl --enable-dbo --ubatch-size --moe-backend --attention-config
+    --linear-backend --mamba-block-size --lora-dtype --kv-cache-dtype-skip-layers --kv-cache-metrics
+    --cudagraph-metrics --additional-config --cohere-format --mm-processor-cache-gb
+    --safetensors-load-strategy --performance-mode --logprobs-mode --enable-sleep-mode
+    --disable-sliding-window --reasoning-config --prefix-caching-hash-algo --renderer-num-workers
 """.split()
 """Flags in command lines of vLLM and SGLang that are none of ours."""
 HERE = """
@@ -400,6 +405,24 @@ def test_flags_of_vllm_are_taken_or_answered(capsys):
         named = set(re.findall(r"--[a-z][a-z-]+", words)) - {"--revision", "--local-dir"}
         assert named <= every, flag
     assert set(other_flags.OTHER_NAMES.values()) <= known
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("-O3", "-O3; did you mean --compile-level?"),
+        ("-O.level=3", "-O.level=3; did you mean --compile-level?"),
+        ("-cc.mode=3", "-cc.mode=3; did you mean --compilation-config?"),
+        ("--no-enable-lora", "--no-enable-lora: it is so without it; leave it out"),
+        ("--no-enable-log-requests", "--no-enable-log-requests: it is off unless it is asked for; leave it out"),
+        ("--no-enable-prompt-tokens-details", "--no-enable-prompt-tokens-details: it is always so; leave it out"),
+        ("--no-such-flag", "--no-such-flag"),
+    ],
+)  # fmt: skip
+def test_other_forms_of_vllms_flags_are_answered(word, answer, capsys):
+    with pytest.raises(SystemExit):
+        LEAVES["serve"].refuse(word)
+    assert capsys.readouterr().err == f"twinfer serve: error: unknown argument {answer}\n"
 
 
 def test_values_of_vllm_are_answered(capsys):
