@@ -61,11 +61,14 @@ ELSEWHERE = {
 } | {
     name: "is not supported"
     for name in (
-        "logits_processors", "prompt_embeds", "repetition_detection", "suffix",
-        "thinking_token_budget", "use_beam_search",
+        "logits_processors", "logprob_token_ids", "prompt_embeds", "repetition_detection",
+        "return_prompt_text", "suffix", "thinking_token_budget", "use_beam_search", "vllm_xargs",
+        "watermarking",
     )
 }  # fmt: skip
-"""Fields that other servers know, each of which changes the text: not to be passed over."""
+"""Fields that other servers know, each of which changes the text, or what is told of it: not to be
+passed over.
+"""
 
 
 class StreamOptions(BaseModel):
@@ -115,6 +118,8 @@ class Generation(BaseModel):
     echo: bool | None = None
     truncate_prompt_tokens: int | None = None
     """How many of a prompt's last tokens are read; see `kept`."""
+    truncation_side: Literal["left"] | None = None
+    """Where a prompt is cut: vLLM can leave out its end, too."""
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

@@ -569,6 +569,9 @@ CHAT_BAD = [
     (dict(truncate_prompt_tokens=4, echo=True), "echo"),
     (dict(prompt_logprobs=21), "prompt_logprobs"),
     (dict(use_beam_search=True), "use_beam_search"),
+    (dict(logprob_token_ids=[1]), "logprob_token_ids"),
+    (dict(vllm_xargs={"a": 1}), "vllm_xargs"),
+    (dict(truncation_side="right", truncate_prompt_tokens=4), "truncation_side"),
     (dict(documents=["x"]), "documents"),
     (dict(guided_json={"type": "object"}), "guided_json"),
     (dict(tools=[{"type": "function", "function": {"name": "f", "parameters": []}}]), "tools"),
@@ -792,6 +795,7 @@ def test_the_end_of_a_chat_may_be_all_that_is_read(tell, server):
 
 def test_what_asks_for_nothing_is_not_refused(server):
     nothing = {"use_beam_search": False, "bad_words": [], "guided_json": None, "suffix": None}
+    nothing |= {"truncation_side": "left", "vllm_xargs": None, "watermarking": False}
     with server.client() as client:
         for path, body in (
             ("completions", {"prompt": "x", "max_tokens": 1}),
@@ -1639,6 +1643,7 @@ LIKELY = {
     "include_stop_str_in_output": st.booleans(), "return_token_ids": st.booleans(),
     "return_tokens_as_token_ids": st.booleans(), "add_special_tokens": st.booleans(),
     "truncate_prompt_tokens": st.integers(-2, 6) | NUMBER,
+    "truncation_side": st.sampled_from(["left", "right", "x"]) | NUMBER,
     "bad_words": st.lists(st.text(max_size=4), max_size=3),
     "banned_sequences": st.lists(st.lists(st.integers(-1, 2000) | NUMBER, max_size=3), max_size=3),
     "best_of": st.integers(-1, 5), "model": st.sampled_from(["demo", "", "x\0"]) | NUMBER,
