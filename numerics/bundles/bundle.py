@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -109,12 +108,21 @@ def check_free(folder: str) -> Path:
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"out: {folder} is there already; name a new folder")
-    holder = next(place for place in target.absolute().parents if place.exists())
-    if not holder.is_dir():
-        raise ConfigError(f"out: cannot write {folder}: {holder} is no folder")
-    if not os.access(holder, os.W_OK):
-        raise ConfigError(f"out: cannot write {folder}: {holder} may not be written")
+    try_folder("out", target)
     return target
+
+
+def try_folder(option: str, target: Path) -> None:
+    """Raise ConfigError where a folder cannot be made. One that was not there is not there after
+    this, but for those above it.
+    """
+    known = target.exists()
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        if not known:
+            target.rmdir()
+    except OSError as error:
+        raise ConfigError(f"{option}: cannot make the folder {target}: {error.strerror}") from None
 
 
 def write(bundle: Bundle, folder: str) -> Path:

@@ -23,7 +23,7 @@ from ...shared.config import EngineConfig
 from ...shared.errors import ConfigError
 from ...shared.packer import histories_of, page_table_of
 from ...shared.step import StepInput, StepOutput, batch_layout, history_rows
-from ..bundles.bundle import Bundle, write
+from ..bundles.bundle import Bundle, try_folder, write
 from ..bundles.capturing import LOGPROBS, keep_layers
 from ..bundles.steps import Recorded, filled, renumbered, used_pages
 from ..sides.environment import describe_side
@@ -93,6 +93,7 @@ def attach(engine: Any, config: EngineConfig, folder: str) -> Camera:
         raise ConfigError(
             f"capture: {policy.folder} holds bundles of an earlier run; give another folder"
         )
+    try_folder("capture", Path(policy.folder))
     engine.worker = camera = Camera(engine, policy, config.model, folder)
     return camera
 

@@ -388,6 +388,14 @@ def test_a_live_engine_with_captures_keeps_its_page_groups(windowed, tmp_path):
         engine(windowed, "torch", f"{tmp_path / 'kept'},step=6", page_groups=False)
 
 
+def test_a_live_engine_whose_captures_cannot_be_written_does_not_start(subject, tmp_path):
+    """It would end at the first step that is kept."""
+    with pytest.raises(ConfigError, match="capture: cannot make the folder /dev/null/kept: Not a"):
+        engine(subject, "torch", "/dev/null/kept,step=6")
+    engine(subject, "torch", f"{tmp_path / 'new'},step=6").close()
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_live_engine_keeps_the_histories_of_its_steps(subject, tmp_path):
     """A step brought one token of it; the bundle has all that were read back."""
     made = engine(subject, "torch", f"{tmp_path / 'kept'},step=6")

@@ -129,7 +129,12 @@ def test_no_command_works_for_a_result_that_it_cannot_write(words, capsys):
 
 
 @pytest.mark.parametrize(
-    ("place", "why"), [("/dev/null/a", "/dev/null is no folder"), ("/", "is there already")]
+    ("place", "why"),
+    [
+        ("/dev/null/a", "out: cannot make the folder /dev/null/a: Not a directory"),
+        ("/proc/none", "out: cannot make the folder /proc/none: No such file"),
+        ("/", "is there already"),
+    ],
 )
 def test_a_bundle_is_captured_only_where_it_can_be_written(place, why, model, capsys):
     assert run("capture", *model, "--on", "torch:cpu", "--out", place) == 2
