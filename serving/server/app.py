@@ -437,6 +437,15 @@ class Server:
         ]
         return told
 
+    async def invocations(self, request: Request) -> Response:
+        """/invocations: what the body is."""
+        body = await _body(request)
+        if isinstance(body, dict) and "messages" in body:
+            return await self.chat(request)
+        if isinstance(body, dict) and "prompt" in body:
+            return await self.completions(request)
+        raise RequestError("body", "needs messages, as a chat, or a prompt, as a completion")
+
     async def completions(self, request: Request) -> Response:
         """/v1/completions."""
         body: CompletionRequest = read_fields(CompletionRequest, await _body(request))
@@ -660,6 +669,7 @@ def build_app(settings: Settings, engine: Engines, metrics: Metrics) -> Any:
         ("/v1/chat/completions", "POST", server.chat),
         ("/v1/completions", "POST", server.completions),
         ("/v1/responses", "POST", server.responses),
+        ("/invocations", "POST", server.invocations),
     ):
         app.add_route(path, _guarded(route, settings), methods=methods.split())
     pages = (PAGE,) if settings.page else ()

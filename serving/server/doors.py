@@ -25,7 +25,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = ("/health", "/ready", "/ping")
 """Paths that need no key: what watches a server has none."""
-GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/invocations")
 _NAME = re.compile(rb"[\x20-\x7e]{1,128}")
 """What a client may call its request."""
 

@@ -793,6 +793,27 @@ def test_the_end_of_a_chat_may_be_all_that_is_read(tell, server):
         assert (usage["input_tokens"], usage["output_tokens"]) == (9, 2)
 
 
+def test_an_invocation_is_the_call_that_its_body_is_of(server):
+    """As SageMaker sends them."""
+    with server.client() as client:
+        for path, body in (
+            ("/v1/completions", {"prompt": "def f(x):"}),
+            ("/v1/chat/completions", {"messages": MESSAGES}),
+        ):
+            told = [client.post(at, json=body | PLAIN).json() for at in (path, "/invocations")]
+            assert told[0]["object"] == told[1]["object"]
+            assert told[0]["choices"] == told[1]["choices"]
+        with client.stream("POST", "/invocations", json={"prompt": "x", "stream": True}) as stream:
+            assert [line for line in stream.iter_lines() if line][-1] == "data: [DONE]"
+        for wrong in ({"input": "x"}, [], {"messages": []}):
+            answer = client.post("/invocations", json=wrong)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (
+                400,
+                "invalid_request_error",
+            )
+        assert "needs messages" in client.post("/invocations", json={}).json()["error"]["message"]
+
+
 def test_what_asks_for_nothing_is_not_refused(server):
     nothing = {"use_beam_search": False, "bad_words": [], "guided_json": None, "suffix": None}
     nothing |= {"truncation_side": "left", "vllm_xargs": None, "watermarking": False}
