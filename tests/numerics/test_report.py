@@ -150,7 +150,7 @@ def test_a_result_of_a_search_is_a_page_too():
     assert "comparisons" not in " ".join(found.words)
 
 
-def test_the_command_writes_a_file(record, tmp_path, capsys):
+def test_the_command_writes_a_file(record, tmp_path, capsys, monkeypatch):
     result = tmp_path / "run.json"
     result.write_text(json.dumps(record))
     assert main(["numerics", "report", str(result)]) == 0
@@ -159,9 +159,9 @@ def test_the_command_writes_a_file(record, tmp_path, capsys):
     (tmp_path / "run.html").unlink()
     (tmp_path / "run.html").mkdir()
     assert main(["numerics", "report", str(result)]) == 5
-    page = tmp_path / "none" / "a.html"
-    assert main(["numerics", "report", str(tmp_path / "none.json"), "--out", str(page)]) == 2
-    assert f"error: out: cannot write {page}: No such" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)  # long names are cut in errors
+    assert main(["numerics", "report", "none.json", "--out", "none/a.html"]) == 2
+    assert "error: out: cannot write none/a.html: No such" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

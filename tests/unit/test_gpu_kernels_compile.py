@@ -703,7 +703,7 @@ def test_heads_of_512_have_blocks_of_their_own_on_every_chip(monkeypatch, chip, 
     table = launch._table()
     assert setting_of("decode", dtype, 512) == table["default"]["decode/512"]
     assert setting_of("decode", dtype, 256) == table["chips"][chip][f"decode/{dtype}/256"]
-    assert setting_of("decode", dtype, 128) == table["chips"][chip][f"decode/{dtype}"]
+    assert setting_of("decode", dtype, 64) == table["chips"][chip][f"decode/{dtype}"]
     launch.config.cache_clear()
 
 
