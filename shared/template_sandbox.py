@@ -11,8 +11,9 @@ from typing import Any
 
 from jinja2 import nodes, pass_context
 from jinja2.compiler import CodeGenerator, Frame
+from jinja2.filters import make_attrgetter
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 
 from .errors import RequestError
 
@@ -22,7 +23,8 @@ MAX_INDENT = 80
 """Characters that JSON is indented by, or separated with."""
 
 _NUMBER = re.compile(r"[0-9]+")
-_NESTED = re.compile(r"\*|\{[^{}]*\{")
+_PLACE = re.compile(r"[%)][-+ #*.0-9]*")
+"""What may be a place of % with its widths: names of values end with a parenthesis."""
 
 
 def check_size(size: int) -> None:
@@ -46,10 +48,10 @@ def text_size(value: Any) -> int:
             size += len(item)
         elif isinstance(item, int):
             size += 1 + item.bit_length() // 4
-        elif isinstance(item, (list, tuple, Collection)):  # those that are quickly told first
+        elif isinstance(item, (dict, list, tuple, Collection)):  # the quickly told first
             size += 2 + len(item)
             left.extend(item)
-            left.extend(item.values() if isinstance(item, Mapping) else ())
+            left.extend(item.values() if isinstance(item, (dict, Mapping)) else ())
         else:
             size += 1
     return size
@@ -65,7 +67,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
         self.filters["tojson"] = to_json
         for name, bound in _FILTERS.items():
-            self.filters[name] = _bounded(self.filters[name], bound)
+            place = _ATTRIBUTES.get(name)
+            self.filters[name] = _bounded(self.filters[name], bound, place)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """An operation of a template's, if its result is not too large."""
@@ -79,6 +82,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         of = getattr(method, "__self__", None)
         if isinstance(of, (str, bytes, int)):
             args = tuple(map(_held, args))
+            if isinstance(of, str) and method.__name__ == "format":
+                _Fields(__self).vformat(of, args, kwargs)
+            elif isinstance(of, str) and method.__name__ == "format_map" and args:
+                _Fields(__self).vformat(of, (), args[0])
             bound = _METHODS.get(method.__name__)
             check_size(0 if bound is None else bound(of, *args, **kwargs))
         return super().call(__context, __obj, *args, **kwargs)
@@ -108,6 +115,24 @@ class _Code(CodeGenerator):
 Sandbox.code_generator_class = _Code
 
 
+class _Fields(SandboxedFormatter):
+    """What a method format does, each field looked at before it is made: its width may come from
+    another value, as a number, as text, or from several of them.
+    """
+
+    size = 0
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        """One field, or a part of the width of one."""
+        self.size += text_size(value) + _widths(format_spec)
+        check_size(self.size)
+        return super().format_field(value, format_spec)
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        """A value as text, where that is asked for."""
+        return super().convert_field(_small(value) if conversion else value, conversion)
+
+
 def to_json(
     value: Any,
     ensure_ascii: bool = False,
@@ -116,9 +141,13 @@ def to_json(
     sort_keys: bool = False,
 ) -> str:
     """As transformers has the filter. Jinja's own escapes HTML, which no model was trained on."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    if indent is None:
+        return encoder.encode(value)
+    # What is nested deeply has more spaces than text.
+    return "".join(_counted(encoder.iterencode(value)))
 
 
 def _finalized(value: Any) -> Any:
@@ -128,19 +157,35 @@ def _finalized(value: Any) -> Any:
 
 def _held(value: Any) -> Any:
     """An iterator as a list, so that it can be looked at."""
-    return list(value) if isinstance(value, Iterator) else value
+    return list(_counted(value)) if isinstance(value, Iterator) else value
 
 
-def _bounded(function: Callable[..., Any], bound: Callable[..., int]) -> Callable[..., Any]:
+def _counted(parts: Iterable[Any]) -> Iterator[Any]:
+    """Values as they are made, as long as they are not too large together."""
+    size = 0
+    for part in parts:
+        size += text_size(part)
+        check_size(size)
+        yield part
+
+
+def _bounded(
+    function: Callable[..., Any], bound: Callable[..., int], place: int | None
+) -> Callable[..., Any]:
     """A filter that is asked for what it would make before it does. Since it takes the context, the
-    compiler makes no constant of it.
+    compiler makes no constant of it. `place`: where among the arguments it is told an attribute,
+    which it takes of each value instead.
     """
     passed = getattr(getattr(function, "jinja_pass_arg", None), "name", None)
 
     @pass_context
     def run(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-        value = _held(value)
-        check_size(bound(value, *args, **kwargs))
+        taken = value = _held(value)
+        if place is not None:
+            attribute = kwargs.get("attribute", (*args, *[None] * place, None)[place])
+            if attribute is not None:
+                taken = list(map(make_attrgetter(context.environment, attribute), value))
+        check_size(bound(taken, *args, **kwargs))
         if passed == "eval_context":
             return function(context.eval_ctx, value, *args, **kwargs)
         if passed == "environment":
@@ -185,17 +230,21 @@ def _remainder(left: Any, right: Any) -> int:
     return _printed(left, right) if isinstance(left, (str, bytes)) else 0
 
 
+def _widths(text: str) -> int:
+    """The numbers in a text. Those of eight digits are too large, however many more there are."""
+    return sum(int(digits[:8]) for digits in _NUMBER.findall(text))
+
+
 def _printed(text: Any, *values: Any, **named: Any) -> int:
     """By a text with places for `values`: each may stand at each of them, and be padded."""
     if not isinstance(text, (str, bytes)):
         return text_size(text)
     plain = text.decode("latin-1") if isinstance(text, bytes) else text
-    # Numbers of eight digits are too large, however many more there are.
-    widths = sum(int(digits[:8]) for digits in _NUMBER.findall(plain))
+    widths = sum(map(_widths, _PLACE.findall(plain)))
     lists = (value if isinstance(value, tuple) else (value,) for value in (*values, named))
     flat = [value for one in lists for value in one]
-    each = _largest(flat) + (_whole(flat) if _NESTED.search(plain) else 0)
-    return len(plain) + widths + (plain.count("%") + plain.count("{")) * each
+    each = _largest(flat) + (_whole(flat) if "*" in plain else 0)
+    return len(plain) + widths + plain.count("%") * each
 
 
 def _as_text(value: Any, *_: Any, **named: Any) -> int:
@@ -262,7 +311,6 @@ _OPERATORS: Mapping[str, Callable[[Any, Any], int]] = {
 }
 _METHODS: Mapping[str, Callable[..., int]] = {
     **dict.fromkeys(("center", "ljust", "rjust", "zfill", "to_bytes"), _padded),
-    **dict.fromkeys(("format", "format_map"), _printed),
     "expandtabs": _expanded,
     "join": lambda separator, parts=(): _joined(parts, separator),
     "replace": _replaced,
@@ -271,8 +319,9 @@ _METHODS: Mapping[str, Callable[..., int]] = {
 _FILTERS: Mapping[str, Callable[..., int]] = {
     **dict.fromkeys(
         (
-            "capitalize", "e", "escape", "forceescape", "lower", "pprint", "reverse", "string",
-            "striptags", "title", "trim", "truncate", "upper", "urlencode", "wordcount", "xmlattr",
+            "capitalize", "e", "escape", "forceescape", "list", "lower", "pprint", "reverse",
+            "string", "striptags", "title", "trim", "truncate", "upper", "urlencode", "wordcount",
+            "xmlattr",
         ),
         _as_text,
     ),
@@ -282,6 +331,9 @@ _FILTERS: Mapping[str, Callable[..., int]] = {
     "indent": _indented,
     "join": _joined,
     "replace": _replaced,
+    "round": lambda _, precision=0, *__, **___: _power(10, precision),
     "sum": _added,
     "tojson": _json,
 }  # fmt: skip
+_ATTRIBUTES = {"join": 1, "sum": 0}
+"""Filters that take an attribute of each value, and where that is named among their arguments."""
