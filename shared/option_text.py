@@ -88,11 +88,11 @@ def output_file(text: str) -> str:
     """A file for results, tried before the work, not after. What was not there is not there after
     this either.
     """
-    known = os.path.lexists(text)
+    known = os.path.exists(text)
     try:
         open(text, "a", encoding="utf-8").close()
         if not known:
-            os.unlink(text)
+            os.unlink(os.path.realpath(text))  # a link to a file that is not there stays
     except (OSError, ValueError) as error:  # ValueError: a null character
         why = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"cannot write {show(text)}: {why}") from None

@@ -144,12 +144,14 @@ def test_a_bundle_is_captured_only_where_it_can_be_written(place, why, model, ca
 
 
 def test_what_was_not_there_is_not_there_after_a_refusal(tmp_path):
-    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old, new, link = (tmp_path / name for name in ("old.json", "new.json", "link.json"))
     old.write_text("kept")
-    for place in (old, new):
+    link.symlink_to("new.json")
+    for place in (old, new, link):
         assert run("ops", "--op", "nobody_asks", "--json", place) == 2
     assert old.read_text() == "kept"
     assert not new.exists()
+    assert link.is_symlink()
 
 
 @pytest.mark.parametrize(
