@@ -2,12 +2,13 @@
 transformers 5.
 
 A template is data from a download: it runs in Jinja's sandbox, sees plain JSON values only, and its
-output is limited, and so is each text and list on the way (`template_sandbox.py`). Time is not:
-nested loops run for hours. So a template must never come from a request.
+output is limited. Time and the memory used on the way are not: nested loops run for hours, 'x' *
+10**12 asks for a terabyte. So a template must never come from a request.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -17,17 +18,17 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .errors import ModelError, RequestError
 from .models.fields import show
-from .template_sandbox import MAX_SIZE, Sandbox, check_size
 from .tokenizer import Tokenizer
 
 MAX_MESSAGES = 4096
 MAX_DEPTH = 32
 """How deeply tool calls and schemas may nest."""
-MAX_OUTPUT = MAX_SIZE
-"""Characters of a rendered prompt."""
+MAX_OUTPUT = 8 << 20
+"""Characters of a rendered prompt; no context is that long."""
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Kinds of parts of a content that are text, and which field has it."""
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
@@ -296,13 +297,23 @@ class _Namespace(jinja2.utils.Namespace):
         _refuse_private(name)
         super().__setitem__(name, value)
 
-    def __repr__(self) -> str:
-        return "<Namespace>"
-
 
 def _refuse_private(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise jinja2.exceptions.SecurityError(f"a namespace has no attribute {name!r}")
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML, which no model was trained on.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: Any) -> NoReturn:
@@ -310,15 +321,15 @@ def _raise_exception(message: Any) -> NoReturn:
 
 
 def _strftime_now(form: str) -> str:
-    check_size(256 * len(form))  # what the library takes a text to become at most
     return datetime.now().strftime(form)
 
 
 @lru_cache(maxsize=16)
 def _compile(source: str) -> jinja2.Template:
-    environment = Sandbox(
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
+    environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,

@@ -3,13 +3,11 @@ render.
 """
 
 import json
-import resource
 from datetime import datetime
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
@@ -17,7 +15,6 @@ import twinfer.shared.chat as chat
 from twinfer.serving.conversations import read_template
 from twinfer.shared.chat import render_chat
 from twinfer.shared.errors import ConfigError, ModelError, RequestError, TwinferError
-from twinfer.shared.template_sandbox import to_json
 from twinfer.shared.tokenizer import Tokenizer
 
 CHATML = """{% for message in messages %}
@@ -493,122 +490,6 @@ def test_output_is_limited():
     fails(RequestError, f"longer than {chat.MAX_OUTPUT} characters", endless)
     big = [{"role": "user", "content": "x" * (chat.MAX_OUTPUT + 1)}]
     fails(RequestError, "longer than", "{{ messages[0].content }}", big)
-
-
-DOUBLED = "{% set ns = namespace(x='0123456789', l=[1]) %}{% for i in range(60) %}"
-LARGE = {
-    "text times a number": "{{ 'a' * 10**9 }}",
-    "a number times text": "{{ 1000000000 * 'a' }}",
-    "a list times a number": "{% set x = [1] * 10**9 %}",
-    "text of text": "{% set x = ('a' * 10**6) * 10**6 %}",
-    "doubled by ~": DOUBLED + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-    "doubled by +": DOUBLED + "{% set ns.x = ns.x + ns.x %}{% endfor %}",
-    "a doubled list": DOUBLED + "{% set ns.l = ns.l + ns.l %}{% endfor %}",
-    "a list of doubled lists": DOUBLED + "{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l }}",
-    "such a list beside ~": DOUBLED + "{% set ns.l = [ns.l, ns.l] %}{% endfor %}{% set x = 1 ~ ns.l %}",
-    "such a list as JSON": DOUBLED + "{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l | tojson }}",
-    "such a list as text": DOUBLED + "{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l | string }}",
-    "such a list in a text": DOUBLED + "{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ '%s' % ns.l }}",
-    "a doubled block": DOUBLED + "{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}{% endfor %}",
-    "a macro": "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}" + DOUBLED
-    + "{% set ns.x = f(ns.x) %}{% endfor %}",
-    "one text many times": "{% set x = 'a' * 10**6 %}{% set y = [x] * 10**5 %}{{ y | join }}",
-    "the same by a method": "{% set x = 'a' * 10**6 %}{% set y = ''.join([x] * 10**5) %}",
-    "the same of a generator": "{% set x = 'a' * 10**6 %}{{ ''.join(([x] * 10**5) | map('string')) }}",
-    "a separator": "{{ ([''] * 10**5) | join('a' * 10**6) }}",
-    "the same by its name": "{{ ([''] * 10**5) | join(d='a' * 10**6) }}",
-    "filter center": "{{ 'a' | center(1000000000) }}",
-    "the same by its name, as a constant": "{{ 'a' | center(width=1000000000) }}",
-    "method center": "{{ 'a'.center(10**9) }}",
-    "method ljust": "{{ 'a'.ljust(1000000000) }}",
-    "method zfill": "{{ '1'.zfill(1000000000) }}",
-    "of bytes": "{{ 'a'.encode().rjust(1000000000) }}",
-    "of a number": "{{ (1).to_bytes(length=1000000000, byteorder='big') }}",
-    "method expandtabs": "{{ ('\t' * 10**5).expandtabs(tabsize=10**5) }}",
-    "method replace": "{{ ('a' * 10**5).replace('a', 'b' * 10**5) }}",
-    "filter replace": "{{ ('a' * 10**5) | replace('', 'b' * 10**5) }}",
-    "method translate": "{{ ('a' * 10**5).translate({97: 'b' * 10**5}) }}",
-    "a width of %": "{{ '%1000000000d' % 1 }}",
-    "a width behind %": "{{ '%*d' % (1000000000, 1) }}",
-    "a width of 5000 digits": "{{ ('%' + '9' * 5000 + 'd') % 1 }}",
-    "filter format": "{{ '%1000000000d' | format(1) }}",
-    "many places": "{{ ('%(a)s' * 10**5) % {'a': 'b' * 10**5} }}",
-    "a width of format": "{{ '{:1000000000}'.format(1) }}",
-    "a width from a value": "{{ '{:{}}'.format('a', 1000000000) }}",
-    "one value at many places": "{{ ('{0}' * 10**5).format('b' * 10**5) }}",
-    "a width that is text": "{{ '{:{}}'.format('a', '1000000000') }}",
-    "a width of two values": "{{ '{:{}{}}'.format('a', 99999, 99999) }}",
-    "a width by its name": "{{ '{a:{b}}'.format(a=1, b=1000000000) }}",
-    "a width in a list": "{{ '{0:{1[0]}}'.format(1, [1000000000]) }}",
-    "a list that is converted": DOUBLED + "{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ '{!r}'.format(ns.l) }}",
-    "a name with parentheses": "{{ '%((a))1000000000d' % {'(a)': 1} }}",
-    "an attribute many times": DOUBLED + "{% endfor %}{% set ns.x = 'a' * 10**6 %}"
-    "{{ ([ns] * 10**5) | join(attribute='x') }}",
-    "the same by its place": DOUBLED + "{% endfor %}{% set ns.x = 'a' * 10**6 %}{{ ([ns] * 10**5) | join('', 'x') }}",
-    "a sum of an attribute": DOUBLED + "{% endfor %}{% set ns.l = [1] * 10**5 %}{{ ([ns] * 10**5) | sum('l', []) }}",
-    "texts of a map": "{{ (['a' * 10**6] * 10**5) | map('upper') | join }}",
-    "texts of a map in a list": "{% set x = (['a' * 10**6] * 10**5) | map('upper') | list %}",
-    "JSON deep down": DOUBLED + "{% set ns.l = [ns.l] %}{% endfor %}{{ ([ns.l] * 10**4) | tojson(indent=80) }}",
-    "a precision": "{{ 1 | round(1000000000, 'ceil') }}",
-    "format_map": "{{ '{a:1000000000}'.format_map({'a': 1}) }}",
-    "an indent": "{{ ('a\n' * 10**5) | indent(10**5) }}",
-    "an indent of JSON": "{{ [[1]] | tojson(indent=1000000000) }}",
-    "separators of JSON": "{{ ([1] * 10**5) | tojson(separators=('a' * 10**5, ':')) }}",
-    "filter batch": "{{ [1] | batch(1000000000, 'x') | list }}",
-    "filter slice": "{{ [1] | slice(1000000000) | list }}",
-    "filter sum": "{{ ([[1] * 10**5] * 10**5) | sum(start=[]) }}",
-    "filter wordwrap": "{{ ('a' * 10**5) | wordwrap(1, wrapstring='b' * 10**5) }}",
-    "filter urlize": "{{ ('http://a.b ' * 10**5) | urlize(rel='b' * 10**5) }}",
-    "a filter in a map": "{{ ['a'] | map('center', 1000000000) | list }}",
-    "a power": "{{ 10 ** (10 ** 9) }}",
-    "a date": "{{ strftime_now('%c' * 10**6) }}",
-}  # fmt: skip
-"""Ways to make a text or a list that no machine has room for, or much of it."""
-
-
-@pytest.mark.parametrize("way", LARGE)
-def test_what_a_template_makes_on_the_way_is_limited(way):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    fails(RequestError, "the chat template makes a text of more than 8388608", LARGE[way])
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10  # KiB
-
-
-def test_no_template_makes_text_of_nothing():
-    fails(RequestError, "'lipsum' is undefined", "{{ lipsum(1000000) }}")
-
-
-@pytest.mark.parametrize(
-    ("template", "text"),
-    [
-        ("{{ ['a', 1] | map('string') | join('-') }}", "a-1"),
-        ("{{ '-'.join(['a', 'b'] | map('upper')) }}", "A-B"),
-        ("{{ [1, 2] ~ 'x' ~ none }}", "[1, 2]xNone"),
-        ("{{ 'ab' | center(6) }}{{ 'ab'.ljust(4) }}|", "  ab  ab  |"),
-        ("{{ 'a\nb' | indent }}{{ 'a\nb' | indent(width='>', first=true) }}", "a\n    b>a\n>b"),
-        ("{{ 'aXa' | replace('a', 'bc') }}{{ 'aa'.replace('a', 'b', 1) }}", "bcXbcba"),
-        ("{{ '{:>4}{x[0]}'.format(1, x=['y']) }}", "   1y"),
-        ("{{ '20240601 %s' % 'a' }}{{ '20240601 {}'.format('a') }}", "20240601 a20240601 a"),
-        ("{{ '{:{}}{a:>{b[0]}}'.format(1, '3', a=2, b=[3]) }}", "  1  2"),
-        ("{{ [{'a': 'x'}, {'a': 'y'}] | join('-', attribute='a') }}{{ [{'a': 1}] | sum('a') }}", "x-y1"),
-        ("{{ 'ab' | list }}{{ 1.25 | round(1, 'floor') }}", "['a', 'b']1.2"),
-        ("{{ '%s-%03d' | format('a', 7) }}{{ '%(a)s' % {'a': 1} }}", "a-0071"),
-        ("{{ {'a': [1]} | tojson(indent=2) }}", '{\n  "a": [\n    1\n  ]\n}'),
-        ("{{ [[1], [2]] | sum(start=[]) }}{{ [1, 2] | sum }}", "[1, 2]3"),
-        ("{{ [1, 2, 3] | batch(2, 0) | list }}", "[[1, 2], [3, 0]]"),
-        ("{{ 7 % 4 }}{{ 2 ** 3 }}{{ -1 * 3 }}{{ 1.5 * 2 }}{{ 'a' * -1 }}{{ (1, 2) + (3,) }}", "38-33.0(1, 2, 3)"),
-        ("{% set ns = namespace(a=1) %}{% set ns.a = ns.a + 1 %}{{ ns.a }}", "2"),
-        ("{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f('a') ~ f(2) }}", "<a><2>"),
-        ("{% set x %}{% for i in range(3) %}{{ i }}{% endfor %}{% endset %}{{ x }}", "012"),
-        ("{% filter upper %}a{{ 'b' }}{% endfilter %}", "AB"),
-        ("{{ (5).to_bytes(2, 'big') | string }}", r"b'\x00\x05'"),
-    ],
-)  # fmt: skip
-def test_the_limits_change_no_template(template, text):
-    """As Jinja's own sandbox has them."""
-    own = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    own.filters["tojson"] = to_json
-    assert own.from_string(template).render() == text
-    assert render_chat(tokenizer(template), CONVERSATIONS[0]) == text
 
 
 def test_a_template_is_given_as_a_file_or_as_its_text(tmp_path):
