@@ -14,6 +14,7 @@ from .counters import COUNTERS, counters
 from .decode_kernel import ALL, EACH, WHOLE, decode_kernel
 from .launch import (
     FLOATS,
+    asks_ahead,
     config,
     head_scales,
     hopper,
@@ -184,7 +185,7 @@ def _decode(
         FEW=setting.get("few", 0),
         BLOCK_G=power_of_2(shape["GROUP"], 16), BLOCK_N=setting["block_n"],
         BLOCK_R=power_of_2(kv_lens.shape[0], 2), STAGES=setting["stages"], SPLIT=split,
-        AHEAD=split == ALL.value and not mixed and tokens <= setting.get("ahead", 0),
+        AHEAD=split == ALL.value and not mixed and asks_ahead(dtype_name(q), q.shape[2], tokens),
         num_warps=setting["warps"],
         **shape, **overlap(),
     )  # fmt: skip

@@ -10,6 +10,7 @@ from ...ops.implement import Refusal
 from .cache_kernels import norm_rope_write_kernel, write_kernel
 from .launch import (
     FLOATS,
+    asks_ahead,
     config,
     head_scales,
     kind_of,
@@ -101,8 +102,7 @@ def norm_rope_write_kv(
     """See the op: the roundings of its finer ops, none of their traffic. The cache is written in
     place.
     """
-    size, kv_heads = kv.shape[3], kv.shape[2] // 2
-    setting = config("norm_rope_write_kv", str(size))
+    setting, size, kv_heads = config("norm_rope_write_kv"), kv.shape[3], kv.shape[2] // 2
     heads = qkv.shape[1] // size - 2 * kv_heads
     half = cos.shape[1]
     _check(kv)
@@ -114,9 +114,6 @@ def norm_rope_write_kv(
     q = torch.empty((qkv.shape[0], heads, size), dtype=qkv.dtype, device=qkv.device)
     # Few tokens need many programs, many tokens large ones.
     block_h = setting["block_h" if qkv.shape[0] < setting["many"] else "many_h"]
-    # Measured: where the first blocks that attention asks for are worth more than its programs'
-    # coming up beside those of the product in front of this.
-    early = setting.get("early_from", 1) <= qkv.shape[0] <= setting.get("early_to", 0)
     norm_rope_write_kernel[(qkv.shape[0], triton.cdiv(heads + 2 * kv_heads, block_h))](
         qkv, kv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, cos,
         sin, slots, q,
@@ -127,7 +124,7 @@ def norm_rope_write_kv(
         KIND=KINDS.get(dtype_name(kv), ""), SCALED=scales is not None, BLOCK_H=block_h,
         BLOCK_R=power_of_2(half),
         BLOCK_REST=power_of_2(max(1, size - 2 * half)), num_warps=setting["warps"],
-        **overlap(early),
+        **overlap(early=asks_ahead(dtype_name(q), size, qkv.shape[0])),
     )  # fmt: skip
     return q, kv
 

@@ -315,9 +315,9 @@ def decode_kernel(
         # with three stages those of two blocks are on their way. It is carried as it was loaded,
         # or the compiler would bring it by way of shared memory, and wait there for all.
         next_page = _page_of(page_table, start + BLOCK_N, high, PAGE, BLOCK_N)
-        of_block = _block(kv, page, start, first, high, d, HEADS, SIZE, PAGE, BLOCK_N)
+        keys, values = _block(kv, page, start, first, high, d, HEADS, SIZE, PAGE, BLOCK_N)
         acc, top, total = _attend(
-            acc, top, total, query, of_block[0], of_block[1], start, first, high, factor, soft_cap,
+            acc, top, total, query, keys, values, start, first, high, factor, soft_cap,
             BLOCK_N, CAPPED,
         )  # fmt: skip
         page = next_page

@@ -213,11 +213,11 @@ def test_triton_decode_asks_for_first_blocks_ahead(
         generator("ahead"), dtype, lengths, [1] * 8, (4, 2), 64, page, requests=12, tokens=12
     )
     setting = kernels.config("decode", dtype)
-    blocks = {"programs": 1, "chunk": 32, "block_n": 32, "parts": 128, "ahead": 0}
+    blocks = {"programs": 1, "chunk": 32, "block_n": 32, "parts": 128}
     for name, value in blocks.items():
         monkeypatch.setitem(setting, name, value)
     plain = run("paged_attention", "torch", "triton", arguments | reach, device)[0]
-    monkeypatch.setitem(setting, "ahead", 63)
+    monkeypatch.setitem(kernels.config("decode_ahead"), "rows", 63)
     judge("paged_attention", arguments | reach, device)
     ahead = run("paged_attention", "torch", "triton", arguments | reach, device)[0]
     assert plain.tobytes() == ahead.tobytes()

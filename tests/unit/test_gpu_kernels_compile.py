@@ -172,8 +172,9 @@ def test_decode_that_asks_for_first_blocks_ahead_compiles(compiled, monkeypatch)
         generator("compile"), "bfloat16", [4000] * 8, [1] * 8, (8, 2), 128, 64, tokens=8
     )
     setting = attention.setting_of("decode", "bfloat16", 128)
-    for name, value in {"ahead": 63, "block_n": 64, "chunk": 64, "programs": 1}.items():
+    for name, value in {"block_n": 64, "chunk": 64, "programs": 1}.items():
         monkeypatch.setitem(setting, name, value)
+    monkeypatch.setitem(attention.config("decode_ahead"), "rows", 63)
     attention.paged_attention(**arguments_of("paged_attention", arguments))
     assert compiled == ["decode_kernel"]
 
@@ -703,7 +704,7 @@ def test_heads_of_512_have_blocks_of_their_own_on_every_chip(monkeypatch, chip, 
     table = launch._table()
     assert setting_of("decode", dtype, 512) == table["default"]["decode/512"]
     assert setting_of("decode", dtype, 256) == table["chips"][chip][f"decode/{dtype}/256"]
-    assert setting_of("decode", dtype, 64) == table["chips"][chip][f"decode/{dtype}"]
+    assert setting_of("decode", dtype, 128) == table["chips"][chip][f"decode/{dtype}"]
     launch.config.cache_clear()
 
 
