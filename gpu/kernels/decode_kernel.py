@@ -29,6 +29,10 @@ UNEVEN = tl.constexpr(8)
 """How much longer than the mean the longest request is where there are half as many parts again:
 most programs take whole requests then, and those with parts of the long one would end last.
 """
+ENOUGH = tl.constexpr(512)
+"""Slots that half as many parts again have to have where lengths differ less: programs that end
+early leave their place to others. Parts that are shorter cost more than that gains.
+"""
 
 
 @triton.jit
@@ -176,8 +180,9 @@ def _part_of(
     longest, then whole requests, then the rows of none, from `live` on.
 
     Parts have LEAST slots or more, as many that all requests have about `wanted` of them, or half
-    as many again if one is UNEVEN times as long as the mean. A request has at most MOST. Where none
-    has more than FEW slots, none is split, unless that leaves most of the GPU idle.
+    as many again if one request is UNEVEN times as long as the mean, or a quarter longer and parts
+    have ENOUGH slots. A request has at most MOST. Where none has more than FEW slots, none is
+    split, unless that leaves most of the GPU idle.
     """
     r = tl.arange(0, BLOCK_R)
     real = r < tl.minimum(live, requests)
@@ -186,9 +191,11 @@ def _part_of(
     )
     blocks = tl.where(real, tl.maximum(blocks, 1), 0)
     total, longest = tl.reduce((blocks, blocks), 0, _sum_and_max)
-    aimed = wanted
-    if longest * tl.minimum(live, requests) > total * UNEVEN:
-        aimed += wanted // 2
+    aimed, more = wanted, wanted + wanted // 2
+    alike = longest * tl.minimum(live, requests)  # the total if all were as long
+    enough = total >= more * (ENOUGH // BLOCK_N)
+    if (alike > total * UNEVEN) | ((alike * 4 > total * 5) & enough):
+        aimed = more
     size = tl.maximum(tl.cdiv(total, aimed), LEAST // BLOCK_N)
     t, split, begin = item, item * 0, item
     parts, part = split + 1, longest

@@ -6,7 +6,9 @@ twinfer.gpu.kernels tests/unit/test_ops_contracts.py -k triton --device cuda` ju
 """
 
 import json
+import math
 import os
+import random
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -486,16 +488,30 @@ def test_when_requests_are_split_together(kernels):
     ],
 )
 def test_the_slots_of_all_requests_are_divided_evenly(kernels, device, lengths, most):
-    """Every block of a request is in one part; parts of requests that are split come first, and
-    none is much larger than an equal share, of which there may be half as many again if one request
-    is more than 8 times as long as the mean. There is none if all have 256 slots or less; rows of
-    no request come last, one by one.
+    """See `parts_of`. None is much larger than an equal share. There is none if all have 256 slots
+    or less.
+    """
+    parts = parts_of(lengths, device)
+    assert any(item[2] > 1 for item in parts) == (max(lengths) > 256)
+    share = sum(-(-n // PART_BLOCK) for n in lengths) / PARTS_WANTED
+    if most is not None:
+        assert max(item[3] for item in parts if item[2] > 1) <= most * share + 1
+
+
+PART_BLOCK, PARTS_WANTED, PART_ROWS = 64, 16, 12
+
+
+def parts_of(lengths, device):
+    """What the programs of a decode step are told of their parts, of requests of so many slots.
+
+    Every block of a request is in one part. Parts of requests that are split come first, rows of no
+    request last, one by one.
     """
     import torch
 
     from .parts_kernel import parts_kernel
 
-    size, wanted, rows = 64, 16, 12
+    size, wanted, rows = PART_BLOCK, PARTS_WANTED, PART_ROWS
     lens = torch.tensor(lengths + [7] * (rows - len(lengths)), dtype=torch.int32, device=device)
     out = torch.zeros((rows + wanted, 5), dtype=torch.int32, device=device)
     parts_kernel[(rows + wanted,)](lens, out, len(lengths), rows, wanted, BLOCK_R=16, BLOCK_N=size)
@@ -509,12 +525,30 @@ def test_the_slots_of_all_requests_are_divided_evenly(kernels, device, lengths, 
     assert seen == {r: [*range(-(-n // size))] for r, n in enumerate(lengths)}
     split_ones = [item[2] > 1 for item in real]
     assert split_ones == sorted(split_ones, reverse=True)
-    assert any(split_ones) == (max(lengths) > 256)
-    share = sum(-(-n // size) for n in lengths) / wanted
-    if most is not None:
-        assert max(item[3] for item in real if item[2] > 1) <= most * share + 1
     none = [request for request, *_ in found[len(real) :]]
     assert none[: rows - len(lengths)] == [*range(len(lengths), rows)]
+    return real
+
+
+def test_parts_of_any_lengths_have_their_programs(kernels, device):
+    """Requests of like, of uneven and of very uneven lengths, with rows of no request among them:
+    all of their parts have a program, however they are rounded up.
+    """
+    rng = random.Random(7)
+    most = 0
+    for _ in range(20 if device == "cpu" else 500):
+        base, spread = rng.choice([60, 700, 5000]), rng.choice([0.1, 1.0, 2.5])
+        live = rng.randint(1, PART_ROWS)
+        lengths = [max(1, int(base * math.exp(rng.gauss(0, spread)))) for _ in range(live)]
+        parts = parts_of(lengths, device)
+        most = max(most, len(parts) - live)
+    assert most > PARTS_WANTED * 3 // 4  # seats are used
+
+
+def test_uneven_lengths_have_more_parts(kernels, device):
+    """As long as they have 512 slots: what ends early leaves its place to others."""
+    assert len(parts_of([10_000, 9_000, 7_000, 5_000, 3_000, 1_000], device)) > PARTS_WANTED + 2
+    assert len(parts_of([900, 800, 600, 500, 300, 100], device)) <= PARTS_WANTED + 2
 
 
 @pytest.mark.parametrize("rows", [1, 2, 9, 40, 70])
