@@ -81,20 +81,27 @@ def divisions(count: int, fit: int) -> list[int]:
 
 
 def tiles(n: int, k: int, rows: int, gated: bool, whole: bool) -> Iterator[Setting]:
-    """Configurations of `tile_kernel` to try, as `skinny` has them of the other one."""
+    """Configurations of `tile_kernel` to try, as `skinny` has them of the other one: programs for a
+    quarter of the processors and more, as few can be the fastest that read their part at once.
+    """
     block_m, width, twice = launch.power_of_2(rows, 16), n // 2 if gated else n, 1 + gated
+    processors = launch.processors()
     for block_n in (64, 128):
-        size = 2 * gemv.TILE_K * (block_m + block_n * twice)
-        most = MOST_SHARED // size
+        most = MOST_SHARED // (2 * gemv.TILE_K * (block_m + block_n * twice))
         if twice * block_n * block_m > 128 * 128:  # sums that registers cannot hold
             continue
-        for fit in (1, 2):
-            for stages in sorted({min(12, most // fit), min(20, most // fit)}):
-                if stages < 3:
-                    continue
-                for parts in divisions(-(-width // block_n), fit):
-                    if parts > 8 or k // parts < 8 * gemv.TILE_K or (whole and parts > 1):
-                        continue
+        blocks = -(-width // block_n)
+        for parts in (1,) if whole else (1, 2, 3, 4, 5, 6, 8):
+            steps = k // gemv.TILE_K // parts
+            programs = blocks * parts
+            if (
+                steps < 4
+                or programs < processors // 4
+                or (parts > 1 and programs > 2.3 * processors)
+            ):
+                continue
+            for stages in sorted({min(steps, 20, most), min(steps, 20, most // 2)}):
+                if stages >= 3:
                     yield {
                         "block_n": block_n, "parts": parts, "stages": stages, "warps": 4,
                         "registers": 128,
