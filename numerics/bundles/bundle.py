@@ -304,6 +304,11 @@ def read_tensors(data: bytes, where: str) -> dict[str, np.ndarray]:
 
     try:
         found = deserialize(data)  # type: ignore[no-untyped-call]
+        for name, info in found:
+            if info["dtype"] not in DTYPES:
+                raise NotComparable(
+                    f"{where}: {name[:60]} is in {info['dtype']!r}, allowed are {', '.join(DTYPES)}"
+                )
         return {name: _array(info) for name, info in found}
     except (SafetensorError, ValueError, KeyError) as error:
         raise NotComparable(f"{where} is damaged: {str(error)[:120]}") from None

@@ -80,7 +80,7 @@ def compare_ends(
     dump = read_dump(dumped[0].removeprefix(DUMP), subject) if dumped else None
     prompts = prompts if served is None else served.prompts
     prompts = prompts if dump is None else dump.prompts
-    new_tokens = NEW_TOKENS if dump is None else 1  # a dump may have short prompts
+    new_tokens = NEW_TOKENS if dump is None else 0  # each row of a dump is judged
     owned = list(make_owned_steps(subject, prompts, new_tokens))
     dumps: dict[str, Dump] = {}
     about: dict[str, Any] = {}

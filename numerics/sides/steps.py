@@ -108,8 +108,9 @@ def make_steps(subject: Subject, prompts: Sequence[np.ndarray]) -> list[StepInpu
 def make_owned_steps(
     subject: Subject, prompts: Sequence[np.ndarray], new_tokens: int = NEW_TOKENS
 ) -> Iterator[tuple[StepInput, list[int]]]:
-    """Steps that run each prompt but for its last `new_tokens` ids, and then these, one at a time;
-    each with the prompts that its requests are of, by number.
+    """Steps that run each prompt but for its last `new_tokens` ids, and then these, one at a time,
+    but for the last one, which is only chosen; each with the prompts that its requests are of, by
+    number. With `new_tokens` 0 all ids of a prompt run, and one more is chosen, which needs room.
 
     Raises RequestError for a prompt that is too short, too long, or outside of the vocabulary.
     """
@@ -132,9 +133,11 @@ def make_owned_steps(
         pages, subject.max_num_seqs, subject.max_model_len, subject.model.vocab_size, len(groups)
     )
     scheduler = Scheduler(config, table)
+    chosen = max(new_tokens, 1)
+    longest = subject.max_model_len - (chosen - new_tokens)
     for index, ids in enumerate(prompts):
-        check_prompt(ids, index, subject, new_tokens + 1, subject.max_model_len)
-        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+        check_prompt(ids, index, subject, new_tokens + 1, longest)
+        params = SamplingParams(temperature=0.0, max_tokens=chosen, ignore_eos=True)
         scheduler.add(Request(str(index), ids[: len(ids) - new_tokens], params, seed=index))
     for step, owners, _ in forced_steps(scheduler, shape, prompts):
         yield step, owners
@@ -168,7 +171,8 @@ def check_prompt(
     if not shortest <= len(ids) <= longest:
         raise RequestError(
             "prompts",
-            f"prompt {index} has {len(ids)} tokens, allowed are {shortest} to {longest}",
+            f"prompt {index} has {len(ids)} tokens, allowed are {shortest} to {longest} with "
+            f"max_model_len {subject.max_model_len}",
         )
     if ids.min() < 0 or ids.max() >= subject.model.vocab_size:
         raise RequestError("prompts", f"prompt {index} has a token outside of the vocabulary")

@@ -107,6 +107,36 @@ def test_frequencies_that_are_off_are_blamed_on_the_first_layer(demo, tmp_path):
     assert diff.first_divergence().tap == "layer.0"
 
 
+@pytest.mark.parametrize("name", ["logits", "layer.1"])
+def test_the_last_position_is_judged_too(small, name, tmp_path):
+    folder = dumped(small, tmp_path / "dump")
+    right = read_dump(str(folder), small).tensors[0][name].copy()
+    right[-1] = -right[-1]
+    rewritten(folder, **{name: right})
+    first = compare(small, folder).first_divergence()
+    assert first is not None
+    assert first.tap == ("final logits" if name == "logits" else name)
+
+
+def test_a_prompt_may_have_one_token_or_leave_room_for_one(small_model, tmp_path):
+    subject = open_subject(
+        small_model, load_format="dummy", dtype="float32", max_model_len=32, tokens=16
+    )
+    model = load_transformers(subject)
+    for count in (1, 31):
+        ids = np.arange(count, dtype=np.int32) + 40
+        with torch.inference_mode():
+            logits = model(torch.tensor(ids[None].astype(np.int64)), use_cache=False).logits[0]
+        folder = tmp_path / f"dump-{count}"
+        folder.mkdir()
+        save_file({"token_ids": ids, "logits": logits.float().numpy()}, folder / "a.safetensors")
+        about = {"format": "twinfer-dump", "version": 1, "prompts": ["a.safetensors"]}
+        (folder / "manifest.json").write_text(json.dumps(about))
+        diff = compare(subject, folder)
+        diff.assert_ok()
+        assert diff.environment["tokens"] == count
+
+
 def rewritten(folder, **changes):
     """The first prompt's tensors, some of them changed; None is left out."""
     from safetensors.numpy import load_file
@@ -137,6 +167,9 @@ DAMAGE = {
     "no plain name": lambda folder: described(folder, prompts=["../prompt-0.safetensors"]),
     "cannot be read": lambda folder: described(folder, prompts=["prompt-9.safetensors"]),
     "format is": lambda folder: described(folder, format="twinfer-bundle"),
+    "layer.1 is in 'U64', allowed are F64, F32": lambda folder: rewritten(
+        folder, **{"layer.1": np.zeros((43, 64), np.uint64)}
+    ),
     "is damaged": lambda folder: (folder / "prompt-0.safetensors").write_bytes(b"no tensors"),
 }
 
