@@ -91,7 +91,9 @@ class Batch:
 
     def _add(self, output: RequestOutput, prompt: Prompt, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):
-            raise RequestError("params", f"got {type(params).__name__}, must be SamplingParams")
+            raise RequestError(
+                "sampling_params", f"got {type(params).__name__}, must be SamplingParams"
+            )
         if params.stop and self._tokenizer is None:
             raise RequestError(
                 "stop", "stop strings need a tokenizer, and the model folder has no tokenizer.json"

@@ -383,10 +383,11 @@ def _per_prompt(
         return [params] * count
     if isinstance(params, (str, Mapping)) or not isinstance(params, Sequence):
         raise RequestError(
-            "params", f"got {type(params).__name__}, must be SamplingParams, or a list of them"
+            "sampling_params",
+            f"got {type(params).__name__}, must be SamplingParams, or a list of them",
         )
     if len(params) != count:
-        raise ConfigError(
-            f"params: got {len(params)} for {count} prompts; give one, or one for each"
+        raise RequestError(
+            "sampling_params", f"got {len(params)} for {count} prompts; give one, or one for each"
         )
     return list(params)

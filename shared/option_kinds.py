@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from . import option_text
 
 INT32_MAX = 2**31 - 1
@@ -228,11 +230,18 @@ def folder() -> Text:
     return Text("the path of a folder", "FOLDER")
 
 
+def as_python(value: Any) -> Any:
+    """Numbers and texts of numpy stand for Python's; its truth values are none here."""
+    if isinstance(value, np.generic) and not isinstance(value, np.bool_):
+        return value.item()
+    return value
+
+
 def items_of(value: Any) -> tuple[Any, ...]:
     """The entries of a list or a tuple, but not the letters of a text. Raises Refusal."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise Refusal
-    return tuple(value)
+    return tuple(map(as_python, value))
 
 
 @dataclass(frozen=True)

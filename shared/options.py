@@ -15,10 +15,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-import numpy as np
-
 from .errors import ConfigError
-from .option_kinds import Kind, Refusal, Switch
+from .option_kinds import Kind, Refusal, Switch, as_python
 
 METADATA = "option"
 OWNERS = {
@@ -171,7 +169,7 @@ def check_fields(instance: Any, error: Callable[[str, str], Exception]) -> None:
         if value is entry.default and not entry.required:
             continue
         try:
-            checked_value = entry.check(_as_python(value))
+            checked_value = entry.check(as_python(value))
         except Refusal as refusal:
             raise error(name, str(refusal)) from None
         if checked_value is not getattr(instance, name):
@@ -182,15 +180,8 @@ def asks_for_nothing(value: Any, *nothing: Any) -> bool:
     """Whether another engine's option has a value with which it asks for nothing: None, or one of
     `nothing` by type and value, as True is no 1, and an array is equal to no number.
     """
-    value = _as_python(value)
+    value = as_python(value)
     return value is None or any(type(value) is type(one) and value == one for one in nothing)
-
-
-def _as_python(value: Any) -> Any:
-    """Numbers and texts of numpy stand for Python's; its truth values are none here."""
-    if isinstance(value, np.generic) and not isinstance(value, np.bool_):
-        return value.item()
-    return value
 
 
 def config_error(name: str, text: str) -> ConfigError:

@@ -13,6 +13,7 @@ import numpy as np
 from .errors import InternalError, PromptTooLong, RequestError
 from .grammars import Matcher
 from .option_kinds import INT32_MAX
+from .sampling_kinds import UNBOUNDED
 from .sampling_params import SamplingParams
 
 NOT_FINITE = "the model's logits were not finite (NaN or infinity)"
@@ -114,8 +115,8 @@ class Request:
         can never run.
 
         All the tokens that it may reach have to fit into `max_model_len`, which cuts them off, and
-        into a cache of `cache_tokens`, which cannot: a request that fills the cache and still goes
-        on would be preempted for ever.
+        into a cache of `cache_tokens`: a request that fills the cache and still goes on would be
+        preempted for ever. The cache cuts off a request without a maximum only.
         """
         if self.state is not RequestState.WAITING or self.source is not None or self.max_total:
             raise InternalError(f"request {self.request_id} was prepared before")
@@ -141,6 +142,8 @@ class Request:
                 "max_model_len and cache",
             )
         max_total = min(count + params.max_tokens, max_model_len)
+        if params.max_tokens == UNBOUNDED:
+            max_total = min(max_total, cache_tokens)
         if max_total > cache_tokens:
             raise RequestError(
                 "max_tokens",

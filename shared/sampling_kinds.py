@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import option_text
-from .option_kinds import INT32_MAX, Kind, Number, Refusal, Whole, items_of
+from .option_kinds import INT32_MAX, Kind, Number, Refusal, Whole, as_python, items_of
 from .options import show
 
 TOKEN = Whole(0, INT32_MAX)
+UNBOUNDED = INT32_MAX
+"""A bound that is none: as many as fit."""
 
 
 def _check_items(kind: Kind, items: Any, what: str) -> None:
@@ -31,11 +33,11 @@ def _check_count(items: Any, limit: int) -> None:
 
 @dataclass(frozen=True)
 class AtMost(Whole):
-    """A bound. None is none, which is kept as the largest number."""
+    """A bound. None is none, which is kept as `UNBOUNDED`."""
 
     def check(self, value: Any) -> Any:
         """See `Kind`."""
-        return INT32_MAX if value is None else super().check(value)
+        return UNBOUNDED if value is None else super().check(value)
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ class Biases(Kind):
         if not isinstance(value, Mapping):
             raise Refusal
         _check_count(value, self.limit)
-        bias = {_token(key): number for key, number in value.items()}
+        bias = {_token(as_python(key)): as_python(number) for key, number in value.items()}
         _check_items(TOKEN, bias, "the token id")
         _check_items(Number(-self.most, self.most), bias.values(), "the bias")
         return {token: float(number) for token, number in bias.items()}

@@ -563,7 +563,9 @@ def test_numbers_and_arrays_of_numpy_are_taken(llm):
         llm.generate(np.array(5), params, progress=False)
     for wrong in (None, {"n": 1}, "x"):
         if wrong is not None:
-            with pytest.raises(RequestError, match="params"):
+            with pytest.raises(RequestError, match=r"^sampling_params: "):
                 llm.generate(PROMPT, wrong, progress=False)
-        with pytest.raises(RequestError, match="params"):
+        with pytest.raises(RequestError, match=r"^sampling_params: "):
             llm.generate([PROMPT], [wrong], progress=False)
+    with pytest.raises(RequestError, match=r"^sampling_params: got 1 for 2 prompts"):
+        llm.generate([PROMPT, PROMPT], [params], progress=False)

@@ -4,6 +4,7 @@ in another way.
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,6 +37,23 @@ def test_defaults():
     assert params.logit_bias == {}
     assert params.allowed_token_ids is None
     params.check_vocabulary(1)
+
+
+NUMPY = {
+    "allowed_token_ids": ([np.int64(3), 4], (3, 4)),
+    "banned_sequences": ([[np.int32(1), 2]], ((1, 2),)),
+    "logit_bias": ({np.int64(3): np.float32(0.5)}, {3: 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_numbers_of_numpy_may_stand_in_lists(name):
+    value, kept = NUMPY[name]
+    assert getattr(SamplingParams(**{name: value}), name) == kept
+
+
+def test_truth_values_of_numpy_are_no_token_ids():
+    refused("stop_token_ids", [np.bool_(True)], "allowed is an integer")
 
 
 INTEGERS = {

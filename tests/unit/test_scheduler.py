@@ -155,6 +155,13 @@ class TestAdmission:
             turn(scheduler)
         assert len(request.output) == 8
 
+    def test_without_a_maximum_the_cache_cuts_the_output(self) -> None:
+        scheduler = make_scheduler(num_pages=4)
+        request = add(scheduler, "a", 6, max_tokens=None)
+        while scheduler.has_work:
+            turn(scheduler)
+        assert (len(request.output), request.finish_reason) == (10, FinishReason.LENGTH)
+
     def test_max_model_len_cuts_the_output(self) -> None:
         scheduler = make_scheduler(max_model_len=8)
         request = add(scheduler, "a", 6, max_tokens=100)
