@@ -24,6 +24,7 @@ import numpy as np
 from ...ops.declare import REGISTRY
 from ...ops.namespaces import namespace
 from ...shared.engine import Engine, TokenLogprobs
+from ...shared.errors import ConfigError
 from ...shared.request import FinishReason
 from ...shared.sampling_encoding import encode_bias, encode_processors, encode_sampling
 from ...shared.sampling_params import SamplingParams
@@ -71,9 +72,17 @@ def workload(
 
     The first wave has more requests than run at once. In it are two whose second pages are equal
     and whose first are not. The second wave begins with what the first computed.
+
+    Raises ConfigError for a context that is too short for these, RequestError for a prompt that
+    is too long for it.
     """
     rng, page = np.random.default_rng(subject.seed), subject.page_size
     longest = subject.max_model_len - NEW_TOKENS
+    if longest < 2 * page:
+        raise ConfigError(
+            f"max_model_len: got {subject.max_model_len}, allowed is at least "
+            f"{2 * page + NEW_TOKENS} to serve: prompts of two pages and {NEW_TOKENS} tokens"
+        )
     if prompts is None:
         given = [ids[:longest] for ids in default_prompts(subject, subject.seed)]
     else:

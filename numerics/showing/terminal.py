@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ..judging.diff import Diff, layer_sigmas
 from ..judging.power import told
@@ -24,6 +24,19 @@ def render(diff: Diff) -> str:
     return "\n".join(lines)
 
 
+def _by_layer(sigmas: Mapping[int, float]) -> str:
+    """Sigma of each layer, or of the first and last 8. Layers that are not all from 0 on have their
+    numbers: a dump may have some only, and others are asked for by `--layers`.
+    """
+    layers = list(sigmas)
+    shown = layers if len(layers) <= 16 else [*layers[:8], *layers[-8:]]
+    named = layers != list(range(len(layers)))
+    values = " ".join(
+        f"{layer}: {sigmas[layer]:.2f}" if named else f"{sigmas[layer]:.2f}" for layer in shown
+    )
+    return f"sigma by layer: {values}  ({min(sigmas.values()):.3f} to {max(sigmas.values()):.3f})"
+
+
 def _lines(diff: Diff) -> Iterator[str]:
     e = diff.environment
     yield f"{diff.word}: {e.get('model')} in {e.get('dtype')}"
@@ -34,15 +47,9 @@ def _lines(diff: Diff) -> Iterator[str]:
         plan = "" if info.get("plan") is None else f", plan {info['plan']}"
         yield f"{side} on {info.get('device')}{plan}"
         for scope, word in (("layer", "local"), ("inherited", "inherited")):
-            sigmas = list(layer_sigmas(diff, side, scope).values())  # type: ignore[arg-type]
+            sigmas = layer_sigmas(diff, side, scope)  # type: ignore[arg-type]
             if sigmas:
-                shown = " ".join(
-                    f"{s:.2f}"
-                    for s in (sigmas if len(sigmas) <= 16 else [*sigmas[:8], *sigmas[-8:]])
-                )
-                yield (
-                    f"  {word:<9} sigma by layer: {shown}  ({min(sigmas):.3f} to {max(sigmas):.3f})"
-                )
+                yield f"  {word:<9} {_by_layer(sigmas)}"
         yield from _served(diff, side)
     if "definition" in e:
         yield f"definition: {e['definition']}"

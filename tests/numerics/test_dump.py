@@ -1,6 +1,7 @@
 """`twinfer numerics logits --b dump:FOLDER`: what another engine computed, layer by layer."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -8,7 +9,9 @@ from safetensors.numpy import save_file
 
 from twinfer.numerics.bundles.dump import read_dump
 from twinfer.numerics.errors import NotComparable
+from twinfer.numerics.judging.metrics import divergence
 from twinfer.numerics.questions.logits import compare_ends, load_transformers, parse_side
+from twinfer.numerics.showing.terminal import render
 from twinfer.numerics.sides.steps import default_prompts
 from twinfer.numerics.sides.subject import open_subject, parse_target
 from twinfer.shared.errors import ConfigError
@@ -144,6 +147,22 @@ def rewritten(folder, **changes):
     tensors = load_file(folder / "prompt-0.safetensors") | changes
     kept = {name: x for name, x in tensors.items() if x is not None}
     save_file(kept, folder / "prompt-0.safetensors")
+
+
+def test_layers_are_told_by_number_where_some_are_missing(demo, tmp_path):
+    folder = dumped(demo, tmp_path / "dump")
+    described(folder, prompts=["prompt-0.safetensors"])
+    rewritten(folder, **{"layer.2": None})
+    text = render(compare(demo, folder))
+    assert re.search(r"inherited sigma by layer: 0: \S+ 1: \S+ 3: \S+ 4: \S+  \(", text)
+
+
+def test_a_logit_of_minus_infinity_on_both_sides_is_no_divergence():
+    logits = np.array([[1.0, 2.0, -np.inf]])
+    other = np.array([[2.0, 1.0, -np.inf]])
+    assert divergence(logits, logits) == [0.0]
+    assert divergence(logits, other) == pytest.approx(divergence(logits[:, :2], other[:, :2]))
+    assert np.isnan(divergence(np.array([[np.nan, 1.0]]), np.ones((1, 2)))).all()
 
 
 def described(folder, **changes):

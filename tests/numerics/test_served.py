@@ -19,7 +19,7 @@ from twinfer.numerics.sides.subject import open_subject, parse_target
 from twinfer.serving.cli import main
 from twinfer.shared import config, kv_manager, packer, prefix_cache, xla_config
 from twinfer.shared.config import DeviceInfo
-from twinfer.shared.errors import RequestError
+from twinfer.shared.errors import ConfigError, RequestError
 from twinfer.shared.models import decoder
 from twinfer.shared.sampling_params import SamplingParams
 
@@ -247,6 +247,15 @@ def test_the_workload_has_pages_that_are_equal_alone(small_model):
     ]
     assert pairs
     assert all(ask.params.logprobs is None for ask in workload(subject, loops=True))
+
+
+def test_a_context_that_is_too_short_for_the_workload_is_refused(small_model):
+    def opened(length):
+        return open_subject(small_model, load_format="dummy", max_model_len=length)
+
+    with pytest.raises(ConfigError, match="max_model_len: got 55, allowed is at least 56"):
+        workload(opened(55))
+    assert max(len(ask.prompt) for ask in workload(opened(56))) == 32
 
 
 def test_the_chooser_takes_what_the_sampler_is_asked_for():
