@@ -14,6 +14,7 @@ from twinfer.numerics.questions.logits import compare_ends, load_transformers, p
 from twinfer.numerics.showing.terminal import render
 from twinfer.numerics.sides.steps import default_prompts
 from twinfer.numerics.sides.subject import open_subject, parse_target
+from twinfer.serving.cli import main
 from twinfer.shared.errors import ConfigError
 
 torch = pytest.importorskip("torch")
@@ -199,6 +200,14 @@ def test_what_is_no_dump_is_refused(small, words, tmp_path):
     DAMAGE[words](folder)
     with pytest.raises(NotComparable, match=words):
         read_dump(str(folder), small)
+
+
+def test_prompts_beside_a_dump_are_refused(small_model, tmp_path, capsys):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"token_ids": [1, 2, 3, 4, 5]}\n')
+    argv = f"numerics logits --model {small_model} --load-format dummy --a torch:cpu --b dump:x"
+    assert main([*argv.split(), "--prompts", str(file)]) == 2
+    assert "prompts: got " in capsys.readouterr().err
 
 
 def test_one_dump_at_a_time(small, tmp_path):
