@@ -13,11 +13,14 @@ from twinfer.shared.request import FinishReason, Request
 from twinfer.shared.request_checks import token_array
 from twinfer.shared.sampling_params import SamplingParams
 
+from .conftest import GREEDY_ONLY
+
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 
 
-@pytest.fixture(params=["jax", pytest.param("torch", marks=pytest.mark.gpu)])
-def engine(request, checkpoints, device):
+@pytest.fixture(scope="module", params=["jax", pytest.param("torch", marks=pytest.mark.gpu)])
+def started(request, checkpoints, device):
+    """An engine for all tests of this file: no test leaves a request in it."""
     folder, _ = checkpoints("qwen3")
     config = EngineConfig(
         model=folder, backend=request.param, device=device, dtype="float32", max_model_len=128,
@@ -25,10 +28,16 @@ def engine(request, checkpoints, device):
         max_num_batched_tokens=32,
         page_size=16,
     )  # fmt: skip
-    made = Engine(config, load_config(folder), folder)
+    made = Engine(config, load_config(folder), folder, demand=GREEDY_ONLY)
     yield made
-    made.scheduler.check_integrity()
     made.close()
+
+
+@pytest.fixture
+def engine(started):
+    yield started
+    assert not started.has_work
+    started.scheduler.check_integrity()
 
 
 def finish(engine, *requests):
