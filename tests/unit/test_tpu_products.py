@@ -21,9 +21,13 @@ load_all()
 OPS = ("grouped_matmul", "grouped_linear", "linear_grouped", "linear_fp8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("op", OPS)
 def test_every_case(op, dtype):
+    """A normal run has the same calls in test_ops_contracts.py: all cases of two ops, every third
+    of those that are widened.
+    """
     failures = {}
     for case in ci_cases(TESTING[op], dtype):
         verdict = Judge(op, case.arguments)(run(op, "jax", "pallas_interpret", case.arguments))
