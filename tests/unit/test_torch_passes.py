@@ -357,8 +357,9 @@ def overwriting(providers):
 @pytest.mark.parametrize(
     ("fused", "inner"),
     [
-        ("over", "eager"), ("composition", "eager"), ("composition", "inductor"),
+        ("over", "eager"), ("composition", "eager"),
         pytest.param("over", "inductor", marks=pytest.mark.slow),
+        pytest.param("composition", "inductor", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_both_roads_agree_where_ops_write_in_place(overwriting, inner, fused):
