@@ -372,7 +372,8 @@ class _Defaults:
             )
         usual, why = _usual_length(self.model)
         default = min(usual, 2048) if self._on_cpu else usual
-        length: int = self.fill("max_model_len", default, f"{why}, at most 2048 on a CPU")
+        why += ", at most 2048 on a CPU" if self._on_cpu else ""
+        length: int = self.fill("max_model_len", default, why)
         if length > limit:
             raise ConfigError(
                 f"max_model_len: got {length}, the model allows at most {limit} "
