@@ -85,7 +85,9 @@ def pytest_configure(config: pytest.Config) -> None:
         # Only a folder with a largest size is locked: without, one worker reads what another has
         # half written.
         os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(64 << 30))
-        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        # With a largest size, each new entry makes JAX read the times of all that are there: of
+        # some thousands, longer than it takes to compile what is small.
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
