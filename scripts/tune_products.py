@@ -43,6 +43,10 @@ from twinfer.shared.models.spec import Shard
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 MOST_SHARED = 220_000
 """Bytes of shared memory of a processor that blocks in flight may take together."""
+FEW_STEPS, MANY_PROGRAMS = 4, 2.3
+"""Of `tile_kernel`: blocks of k that a program of a part takes at least, and programs a processor
+beyond which k is not divided: a processor holds two with their weights on the way.
+"""
 MOST_HELD = 13_000_000
 """Entries of a weight for `held_kernel`. It was slower for 16 millions."""
 GAIN = 0.98
@@ -94,11 +98,9 @@ def tiles(n: int, k: int, rows: int, gated: bool, whole: bool) -> Iterator[Setti
         for parts in (1,) if whole else (1, 2, 3, 4, 5, 6, 8):
             steps = k // gemv.TILE_K // parts
             programs = blocks * parts
-            if (
-                steps < 4
-                or programs < processors // 4
-                or (parts > 1 and programs > 2.3 * processors)
-            ):
+            if steps < FEW_STEPS or programs < processors // 4:
+                continue
+            if parts > 1 and programs > MANY_PROGRAMS * processors:
                 continue
             for stages in sorted({min(steps, 20, most), min(steps, 20, most // 2)}):
                 if stages >= 3:

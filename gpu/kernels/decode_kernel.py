@@ -30,8 +30,9 @@ UNEVEN = tl.constexpr(8)
 most programs take whole requests then, and those with parts of the long one would end last.
 """
 ENOUGH = tl.constexpr(512)
-"""Slots that half as many parts again have to have where lengths differ less: programs that end
-early leave their place to others. Parts that are shorter cost more than that gains.
+"""Slots that half as many parts again have to have where lengths differ less, of at least half as
+many requests as parts are wanted: whole requests that end early leave their place to others. Parts
+that are shorter cost more than that gains, and fewer requests have few that stay whole.
 """
 
 
@@ -179,10 +180,10 @@ def _part_of(
     the request's first part). First come the parts of requests that are split, which are the
     longest, then whole requests, then the rows of none, from `live` on.
 
-    Parts have LEAST slots or more, as many that all requests have about `wanted` of them, or half
-    as many again if one request is UNEVEN times as long as the mean, or a quarter longer and parts
-    have ENOUGH slots. A request has at most MOST. Where none has more than FEW slots, none is
-    split, unless that leaves most of the GPU idle.
+    Parts have LEAST slots or more, as many that all requests have about `wanted` of them, or aim at
+    half as many again if one request is UNEVEN times as long as the mean, or, of many, a quarter
+    longer and parts have ENOUGH slots. A request has at most MOST. Where none has more than FEW
+    slots, none is split, unless that leaves most of the GPU idle.
     """
     r = tl.arange(0, BLOCK_R)
     real = r < tl.minimum(live, requests)
@@ -193,7 +194,7 @@ def _part_of(
     total, longest = tl.reduce((blocks, blocks), 0, _sum_and_max)
     aimed, more = wanted, wanted + wanted // 2
     alike = longest * tl.minimum(live, requests)  # the total if all were as long
-    enough = total >= more * (ENOUGH // BLOCK_N)
+    enough = (live * 2 >= wanted) & (total >= more * (ENOUGH // BLOCK_N))
     if (alike > total * UNEVEN) | ((alike * 4 > total * 5) & enough):
         aimed = more
     size = tl.maximum(tl.cdiv(total, aimed), LEAST // BLOCK_N)
