@@ -117,10 +117,11 @@ def test_a_cache_that_is_too_small_makes_some_give_way_and_changes_nothing():
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.slow)]
 )
-def test_an_engine_that_is_killed(number):
+def test_an_engine_that_is_killed(tmp_path, number):
     """Streams end with an error, which OpenAI's client raises; a response with its own event."""
-    with served(*FLAGS) as server, server.openai() as client:
-        stream = Stream(server)
+    slowly = fault(tmp_path, "time.sleep(0.005)", 1)  # none ends before the engine does
+    with served(*FLAGS, env=slowly) as server, server.openai() as client:
+        stream = Stream(server, max_tokens=900)
         call = {"model": "demo", "stream": True, "extra_body": {"ignore_eos": True}}
         turns = [{"role": "user", "content": "x"}]
         chat = iter(client.chat.completions.create(messages=turns, max_tokens=900, **call))
