@@ -26,7 +26,6 @@ import numpy as np
 
 from ..shared.errors import BackendUnavailable, ConfigError, InternalError
 from ..shared.limits import Limits, decode_bytes, prefill_flops
-from ..shared.page_groups import pages_for
 from ..shared.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -233,9 +232,6 @@ def run_workload(llm: LLM, workload: Workload, limits: Limits) -> dict[str, Any]
     """The figures of every part but start, by part."""
     config = llm.engine.config
     workload.check(config.max_model_len, config.max_num_seqs, config.enable_prefix_caching)
-    if "decode" in workload.only:
-        length = max(workload.decode_lengths) + workload.output_len
-        _check_cache(llm, "batch_sizes", max(workload.batch_sizes), length)
     runner = Runner(llm, workload.sampling)
     warm = min(8, config.max_num_seqs)
     runner.seconds([min(128, workload.input_len)] * warm, [min(16, workload.output_len)] * warm)
@@ -259,22 +255,6 @@ def run_workload(llm: LLM, workload: Workload, limits: Limits) -> dict[str, Any]
     if "turns" in workload.only:
         figures["turns"] = turns(runner, workload, limits)
     return figures
-
-
-def _check_cache(llm: LLM, option: str, batch: int, length: int) -> None:
-    """Raise ConfigError where the cache does not hold `batch` requests of `length` tokens at once:
-    they would take turns, and a step of all of them would never run.
-    """
-    scheduler = llm.engine.scheduler
-    num_pages = scheduler.config.num_pages
-    needed = batch * pages_for(scheduler.groups, length - 1, 1)  # nobody reads the last token
-    if needed > num_pages:
-        pages = "1 page" if num_pages == 1 else f"{num_pages} pages"
-        raise ConfigError(
-            f"{option}: got {batch}, the KV cache has {pages} and so many requests of {length} "
-            f"tokens take {needed}: ask for fewer or shorter ones, or a larger cache "
-            "(kv_cache_memory, num_pages)"
-        )
 
 
 def decode(runner: Runner, workload: Workload, batch: int, limits: Limits) -> dict[str, Any]:
@@ -443,7 +423,6 @@ def run_latency(
             f"max_model_len: got {config.max_model_len}, the run needs {input_len + output_len} "
             "tokens"
         )
-    _check_cache(llm, "batch_size", batch, input_len + output_len)
     runner = Runner(llm)
     runner.seconds([input_len] * batch, [2] * batch)
     first: list[float] = []
