@@ -231,8 +231,10 @@ def folder() -> Text:
 
 
 def as_python(value: Any) -> Any:
-    """Numbers and texts of numpy stand for Python's; its truth values are none here."""
-    if isinstance(value, np.generic) and not isinstance(value, np.bool_):
+    """Numbers and texts of numpy stand for Python's; its truth values and times do not."""
+    if isinstance(value, (np.integer, np.floating, np.str_)) and not isinstance(
+        value, np.timedelta64
+    ):
         return value.item()
     return value
 

@@ -78,10 +78,10 @@ def workload(
     """
     rng, page = np.random.default_rng(subject.seed), subject.page_size
     longest = subject.max_model_len - NEW_TOKENS
-    if longest < 2 * page:
+    if subject.max_model_len <= 2 * page:
         raise ConfigError(
-            f"max_model_len: got {subject.max_model_len}, allowed is at least "
-            f"{2 * page + NEW_TOKENS} to serve: prompts of two pages and {NEW_TOKENS} tokens"
+            f"max_model_len: got {subject.max_model_len}, allowed is at least {2 * page + 1} to "
+            "serve: prompts of two pages and a token"
         )
     if prompts is None:
         given = [ids[:longest] for ids in default_prompts(subject, subject.seed)]

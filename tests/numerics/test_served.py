@@ -253,9 +253,9 @@ def test_a_context_that_is_too_short_for_the_workload_is_refused(small_model):
     def opened(length):
         return open_subject(small_model, load_format="dummy", max_model_len=length)
 
-    with pytest.raises(ConfigError, match="max_model_len: got 55, allowed is at least 56"):
-        workload(opened(55))
-    assert max(len(ask.prompt) for ask in workload(opened(56))) == 32
+    with pytest.raises(ConfigError, match="max_model_len: got 32, allowed is at least 33"):
+        workload(opened(32))
+    assert max(len(ask.prompt) for ask in workload(opened(33))) == 32
 
 
 def test_the_chooser_takes_what_the_sampler_is_asked_for():

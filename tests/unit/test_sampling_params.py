@@ -52,8 +52,9 @@ def test_numbers_of_numpy_may_stand_in_lists(name):
     assert getattr(SamplingParams(**{name: value}), name) == kept
 
 
-def test_truth_values_of_numpy_are_no_token_ids():
-    refused("stop_token_ids", [np.bool_(True)], "allowed is an integer")
+@pytest.mark.parametrize("value", [np.bool_(True), np.timedelta64(3, "ns")])
+def test_truth_values_and_times_of_numpy_are_no_token_ids(value):
+    refused("stop_token_ids", [value], "allowed is an integer")
 
 
 INTEGERS = {
