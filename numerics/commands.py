@@ -204,7 +204,7 @@ def logits(arguments: Arguments) -> int:
         raise ConfigError(f"a: got {arguments.a!r}, must be a backend; name {arguments.a} with --b")
     subject = _subject(arguments)
     faults = plant_by_side(arguments.plant, subject.model)
-    if arguments.prompts and str(sides[1]).startswith(ends.DUMP):
+    if arguments.prompts and ends.is_dump(sides[1]):
         raise ConfigError(f"prompts: got {arguments.prompts}, a dump brings its own: leave it out")
     if arguments.prompts or not ends.is_server(sides[1]):
         prompts = _prompts(arguments, subject)

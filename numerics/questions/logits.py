@@ -55,6 +55,11 @@ def is_server(side: Target | str) -> bool:
     return isinstance(side, str) and side.startswith(SERVERS)
 
 
+def is_dump(side: Target | str) -> bool:
+    """Whether a side is a folder of tensors that another engine computed."""
+    return isinstance(side, str) and side.startswith(DUMP)
+
+
 def compare_ends(
     subject: Subject,
     sides: Sequence[Target | str],
@@ -74,7 +79,7 @@ def compare_ends(
     """
     mode, named = mode_of(subject.dtype), name_sides(sides)
     served = _read_server(subject, sides, prompts, positions, progress)
-    dumped = [side for side in sides if isinstance(side, str) and side.startswith(DUMP)]
+    dumped = [str(side) for side in sides if is_dump(side)]
     if len(dumped) > 1 or (dumped and served is not None):
         raise ConfigError(f"sides: got {', '.join(map(str, sides))}, allowed is one dump or server")
     dump = read_dump(dumped[0].removeprefix(DUMP), subject) if dumped else None
