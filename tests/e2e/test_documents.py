@@ -337,10 +337,10 @@ VARYING = re.compile(
 times; near-ties.
 """
 FLOAT = re.compile(
-    r"(\d+\.\d+(?:e[-+]?\d+)?|\d+e[-+]?\d+|(?:(?<=sigma )|(?<=worst token )|(?<=error "
-    r")|(?<=exceeded ))\d+)"
+    r"(\d+\.\d+(?:e[-+]?\d+)?|\d+e[-+]?\d+|(?:(?<=sigma )|(?<=worst token )|(?<=at worst )"
+    r"|(?<=error )|(?<=exceeded ))\d+)"
 )
-"""Numbers with fractions, and those that may lack one where they are large."""
+"""Numbers with fractions, and those that lack one where they are large or their last digit is 0."""
 ROUNDING = 1e-11
 """Divergences below this are what rounding in float32 leaves, of which nothing is said."""
 EXIT_CODES = {"DIFFERENT": 1, "BROKEN": 1, "FOUND": 1}
@@ -529,6 +529,13 @@ def test_measures_have_to_be_alike_and_counts_equal(line, alike):
         "head 3: sigma 338 > 1.09; worst token 414 > 1; contract exceeded 199 times at output 0"
     )
     assert same(wanted, line) == alike
+
+
+@pytest.mark.parametrize(("worst", "alike"), [("4", True), ("4.1", True), ("9", False)])
+def test_a_number_may_have_lost_the_zero_behind_its_point(worst, alike):
+    line = "would have seen, mode P: an error of 0.8 (at worst {}) of an op's rounding"
+    assert same(line.format("4.1"), line.format(worst)) == alike
+    assert same(line.format("4"), line.format(worst)) == alike
 
 
 @pytest.mark.parametrize(

@@ -116,13 +116,21 @@ than all cases of their ops.
 """
 
 
+FILES = ("test_gpu_kernels.py", "test_ops_contracts.py", "test_gpu_start.py")
+
+
 @pytest.mark.parametrize(
-    "chosen", [QUICK, pytest.param(TRITON, marks=pytest.mark.slow)], ids=["quick", "everything"]
+    ("names", "chosen"),
+    [
+        (FILES, QUICK),
+        *(pytest.param((name,), TRITON, marks=pytest.mark.slow) for name in FILES),
+    ],
+    ids=["quick", *FILES],
 )
-def test_in_the_interpreter(device, chosen):
+@pytest.mark.timeout(1500)
+def test_in_the_interpreter(device, names, chosen):
     if device != "cpu" or os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("only where there is no GPU, and not inside itself")
-    names = ("test_gpu_kernels.py", "test_ops_contracts.py", "test_gpu_start.py")
     files = [str(HERE.with_name(name)) for name in names]
     command = [
         sys.executable,
@@ -137,7 +145,7 @@ def test_in_the_interpreter(device, chosen):
     ]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [*command, "-k", chosen], env=environment, capture_output=True, text=True, timeout=590
+        [*command, "-k", chosen], env=environment, capture_output=True, text=True, timeout=1400
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
