@@ -4,7 +4,8 @@ on one machine.
 
 Each run is a process of its own. Of each figure the median of a checkout's rounds counts; the last
 column is how much longer this checkout takes than the other. Exits with 1 where that is more than
-`--limit` percent. What follows -- goes to the benchmark as it is.
+`--limit` percent. A figure that a run left out is named and not judged. What follows -- goes to the
+benchmark as it is.
 
     git worktree add ../before COMMIT
     scripts/compare_commits.py --against before=../before --models qwen3-0.6b,llama3-8b -- \
@@ -84,7 +85,11 @@ def main() -> int:
                 found.append(run(place, model, args.rest))
         if not all(found[0] for found in rounds.values()):
             raise SystemExit(f"{model}: no figures of steps among what was measured")
-        for name in rounds[folder][0]:
+        every = [figures for found in rounds.values() for figures in found]
+        for name in dict.fromkeys(name for figures in every for name in figures):
+            if any(name not in figures for figures in every):
+                print(f"{model:16}{name:24}not in every run: a cache was too small", flush=True)
+                continue
             old, new = (
                 statistics.median(figures[name] for figures in found) for found in rounds.values()
             )

@@ -27,8 +27,10 @@ import numpy as np
 from ..shared.errors import BackendUnavailable, ConfigError, InternalError
 from ..shared.limits import Limits, decode_bytes, prefill_flops
 from ..shared.sampling_params import SamplingParams
+from .bench_cache import REMEDY, Shortage, find_shortage
 
 if TYPE_CHECKING:
+    from ..shared.config import ResolvedConfig
     from .llm import LLM
 
 SAMPLINGS = ("greedy", "model")
@@ -56,9 +58,10 @@ class Workload:
 
     decode: a batch with `input_len` tokens in, (time for `output_len` out - time for 1 out) /
     (`output_len` - 1); where the prompts need several steps, decodes run beside them in that
-    difference, and a step in which all decode is measured too. prefill: `prefill_prompts` prompts
-    of `prefill_len`, 1 out. ttft: one such prompt. mixed: `mixed_requests` with lengths in and out
-    from `random.Random(1)` within [low, high). Medians of `repeats`; ttft of `ttft_repeats`.
+    difference, and a step in which all decode is measured too; a batch that the KV cache does not
+    hold at once is left out. prefill: `prefill_prompts` prompts of `prefill_len`, 1 out. ttft: one
+    such prompt. mixed: `mixed_requests` with lengths in and out from `random.Random(1)` within
+    [low, high). Medians of `repeats`; ttft of `ttft_repeats`.
 
     `contexts`: decode with each of these numbers of tokens in, instead of `input_len`. `sampling`:
     greedy, or with what the model's generation_config.json says (`USUAL` where it says nothing).
@@ -229,17 +232,22 @@ class Runner:
 
 
 def run_workload(llm: LLM, workload: Workload, limits: Limits) -> dict[str, Any]:
-    """The figures of every part but start, by part."""
+    """The figures of every part but start, by part. A batch that the cache does not hold at once is
+    left out of decode; ConfigError if all are, or if it does not hold the skewed one.
+    """
     config = llm.engine.config
     workload.check(config.max_model_len, config.max_num_seqs, config.enable_prefix_caching)
+    shortages = _shortages(llm, workload)
     runner = Runner(llm, workload.sampling)
     warm = min(8, config.max_num_seqs)
     runner.seconds([min(128, workload.input_len)] * warm, [min(16, workload.output_len)] * warm)
     figures: dict[str, Any] = {}
     if "decode" in workload.only:
         figures["decode"] = {
-            str(size) if not workload.contexts else f"{size} of {length}": decode(
-                runner, replace(workload, input_len=length), size, limits
+            str(size) if not workload.contexts else f"{size} of {length}": (
+                shortage.figures()
+                if (shortage := shortages[length, size])
+                else decode(runner, replace(workload, input_len=length), size, limits)
             )
             for length in workload.decode_lengths
             for size in workload.batch_sizes
@@ -255,6 +263,45 @@ def run_workload(llm: LLM, workload: Workload, limits: Limits) -> dict[str, Any]
     if "turns" in workload.only:
         figures["turns"] = turns(runner, workload, limits)
     return figures
+
+
+def _shortages(llm: LLM, workload: Workload) -> dict[tuple[int, int], Shortage | None]:
+    """What each batch that decodes lacks, by tokens in and requests. Raises ConfigError where
+    nothing would be left of decode, or of skewed.
+    """
+    config, scheduler = llm.engine.config, llm.engine.scheduler
+    if "skewed" in workload.only:
+        long, short, others = workload.skewed
+        lengths = [long] + [short] * others
+        outputs = _full_outputs(config, lengths, workload.output_len)
+        if shortage := find_shortage(scheduler, lengths, outputs):
+            raise ConfigError(f"skewed: got {workload.skewed}, {shortage}: {REMEDY}")
+    shortages = {}
+    if "decode" in workload.only:
+        for length in workload.decode_lengths:
+            for size in workload.batch_sizes:
+                lengths, outputs = [length] * size, workload.output_len
+                if _read_in_parts(config, lengths):
+                    outputs = _full_outputs(config, lengths, outputs)
+                shortages[length, size] = find_shortage(scheduler, lengths, outputs)
+        if all(shortages.values()):
+            least = min(filter(None, shortages.values()), key=lambda one: one.pages_needed)
+            raise ConfigError(f"batch_sizes: got {workload.batch_sizes}, {least}: {REMEDY}")
+    return shortages
+
+
+def _read_in_parts(config: ResolvedConfig, lengths: Sequence[int]) -> bool:
+    """Whether reading the prompts takes several steps."""
+    return sum(lengths) > config.max_num_batched_tokens
+
+
+def _full_outputs(config: ResolvedConfig, lengths: Sequence[int], wanted: int) -> int:
+    """Tokens out with which as many steps as `wanted` follow once all prompts are read, or as many
+    as the engine's contexts hold.
+    """
+    reading = -(-sum(lengths) // config.max_num_batched_tokens)
+    # The first to be read has this many tokens more than the last, and steps are not all alike.
+    return min(wanted + reading + 2, config.max_model_len - max(lengths))
 
 
 def decode(runner: Runner, workload: Workload, batch: int, limits: Limits) -> dict[str, Any]:
@@ -275,7 +322,7 @@ def decode(runner: Runner, workload: Workload, batch: int, limits: Limits) -> di
         "bytes_per_step": moved,
         "share_of_limit": share(moved, step, limits.copy_bytes_per_s),
     }
-    if batch * workload.input_len > runner.llm.engine.config.max_num_batched_tokens:
+    if _read_in_parts(runner.llm.engine.config, lengths):
         row |= _full_step(runner, lengths, workload.output_len, limits)
     return row
 
@@ -294,10 +341,7 @@ def _full_step(
 
     Empty where too few such steps fit behind the prompts.
     """
-    config = runner.llm.engine.config
-    reading = -(-sum(lengths) // config.max_num_batched_tokens)
-    # The first to be read has this many tokens more than the last, and steps are not all alike.
-    output_len = min(wanted + reading + 2, config.max_model_len - max(lengths))
+    output_len = _full_outputs(runner.llm.engine.config, lengths, wanted)
     arrivals = np.array(_arrivals(runner, runner.prompts(lengths), output_len, len(lengths)))
     begin = arrivals[:, 0].max()
     end = arrivals[:, -1].min()
@@ -423,6 +467,8 @@ def run_latency(
             f"max_model_len: got {config.max_model_len}, the run needs {input_len + output_len} "
             "tokens"
         )
+    if shortage := find_shortage(llm.engine.scheduler, [input_len] * batch, output_len):
+        raise ConfigError(f"batch_size: got {batch}, {shortage}: {REMEDY}")
     runner = Runner(llm)
     runner.seconds([input_len] * batch, [2] * batch)
     first: list[float] = []

@@ -80,7 +80,8 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     sizes = ",".join(map(str, default.batch_sizes))
     w.add_argument(
         "--batch-sizes", type=_numbers, default=default.batch_sizes, metavar="1,8,...",
-        help=f"decode: requests of a step, 1 to max-num-seqs (default: {sizes})",
+        help="decode: requests of a step, 1 to max-num-seqs, left out where the KV cache does not "
+        f"hold them at once (default: {sizes})",
     )  # fmt: skip
     for name, text in {
         "input-len": "decode: tokens in",
@@ -293,6 +294,10 @@ def _offline_rows(result: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]
         also = f"interpreter and imports {start['interpreter_s'] + start['import_s']:.1f}, {phases}"
         yield f"{name} start", f"{start['ready_s']:.1f} s", also, "-"
     for batch, row in figures.get("decode", {}).items():
+        if "left_out" in row:
+            lacking = "{tokens} tokens each: {pages_needed} pages, there are {pages}".format(**row)
+            yield f"decode b={batch}", "left out", lacking, "-"
+            continue
         step, rate = f"{row['ms_per_step']:.3f} ms a step", f"{row['tok_s']:.0f} tok/s"
         yield f"decode b={batch}", step, rate, _percent(row, "a copy")
         if "ms_per_full_step" in row:

@@ -113,7 +113,8 @@ class Scheduler:
         self._in_flight: deque[ScheduledStep] = deque()
         # A loop stopped early, and the loop chained to it, which does nothing, was not read yet.
         self._halted = False
-        self._reserve = int(config.watermark * config.num_pages)
+        self.reserve = int(config.watermark * config.num_pages)
+        """Pages that stay free when a request starts beside others."""
         # (arrival of the head of the queue that lacked pages, `kv.num_releases` then): it is not
         # worth another look before the next release. The hit that a registration might bring
         # meanwhile is not worth one either.
@@ -438,7 +439,7 @@ class Scheduler:
         # The next token must find room too, or a request that gave way for its own sake would come
         # back at once.
         needed = sum(self._columns(hit.columns, len(tokens) + 1)) - sum(held)
-        reserve = self._reserve if self.table.num_used else 0
+        reserve = self.reserve if self.table.num_used else 0
         idle = sum(map(kv.num_idle, hit.pages))
         if needed + idle + reserve > kv.available:
             self._blocked = request.arrival, kv.num_releases

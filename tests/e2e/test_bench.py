@@ -13,6 +13,8 @@ ENGINE = (
 )
 SIZES = """--batch-sizes 1,2 --input-len 8 --output-len 5 --prefill-prompts 2 --prefill-len 16 --mixed-requests 3
     --mixed-input 4,12 --mixed-output 2,6 --repeats 1 --ttft-repeats 1"""
+FEW = "--batch-size 2 --input-len 8 --output-len 5 --iterations 2".split()
+SKEWED = "--only skewed --skewed 40,3,1 --output-len 20 --page-size 4 --num-pages 16".split()
 OFFLINE = ["bench", "offline", *ENGINE.split(), *SIZES.split()]
 
 
@@ -49,6 +51,18 @@ def test_offline_figures(tmp_path, device, capsys):
         assert words in out
     if device == "cpu":
         assert result["limits"]["note"].startswith("not measured on a CPU")
+
+
+def test_a_batch_that_the_cache_does_not_hold_is_left_out(tmp_path, device, capsys):
+    argv = [*OFFLINE, "--only", "decode", "--page-size", "4", "--num-pages", "5"]
+    decode = bench(argv, tmp_path, device)["figures"]["decode"]
+    assert "ms_per_step" in decode["1"]
+    assert "ms_per_step" not in decode["2"]
+    needed = "2 requests of 13 tokens need 6 pages at once, the KV cache has 5"
+    assert decode["2"]["left_out"] == needed
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "decode b=2" in line)
+    assert "left out" in line
+    assert "13 tokens each: 6 pages, there are 5" in line
 
 
 def test_the_usual_length_is_not_above_the_models(monkeypatch):
@@ -95,7 +109,7 @@ def test_latency_percentiles(tmp_path, device, capsys):
         "bench",
         "latency",
         *ENGINE.split(),
-        *"--batch-size 2 --input-len 8 --output-len 5 --iterations 2".split(),
+        *FEW,
     ]
     figures = bench(argv, tmp_path, device)["figures"]
     assert figures["ttft_ms"]["count"] == figures["request_ms"]["count"] == 4
@@ -116,6 +130,15 @@ def test_latency_percentiles(tmp_path, device, capsys):
         ([*OFFLINE, "--model", "qwen3-0.6b"], "load_format"),
         ([*OFFLINE, "--only", "start", "--op-priority", "rms_norm=cutlass"], "cutlass"),
         (["bench", "latency", *ENGINE.split(), "--batch-size", "3"], "batch_size"),
+        (
+            ["bench", "latency", *ENGINE.split(), *FEW, "--num-pages", "1"],
+            "batch_size: got 2, 2 requests of 13 tokens need 2 pages at once, the KV cache has 1:",
+        ),
+        (
+            [*OFFLINE, "--only", "decode", "--batch-sizes", "2", "--num-pages", "1"],
+            "batch_sizes: got (2,), 2 requests of 13 tokens need 2 pages at once",
+        ),
+        ([*OFFLINE, *SKEWED], "skewed: got (40, 3, 1), 2 requests of 64 tokens need 23 pages"),
         (["bench", "offline"], "--model"),
         (["bench"], "WORKLOAD"),
         ([*OFFLINE, "--json", ""], "--json: cannot write '': No such file"),

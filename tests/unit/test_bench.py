@@ -7,17 +7,24 @@ import random
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from twinfer.bucketing import Table, decode_ladder, mixed_ladder
 from twinfer.serving import bench
 from twinfer.serving.bench import Workload
+from twinfer.serving.bench_cache import find_shortage
 from twinfer.shared.errors import BackendUnavailable, ConfigError, ModelNotFound
 from twinfer.shared.kv_config import NARROW
 from twinfer.shared.limits import Limits, decode_bytes, prefill_flops
 from twinfer.shared.models.config_json import load_config, parse_config
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.models.shapes import SHAPES
+from twinfer.shared.page_groups import PageGroup
+from twinfer.shared.request import Request
 from twinfer.shared.sampling_params import SamplingParams
+from twinfer.shared.scheduler import Scheduler
+from twinfer.shared.scheduler_config import SchedulerConfig
 
 NO_LIMITS = Limits(None, None, "")
 
@@ -26,6 +33,19 @@ def test_prompts_have_no_tokens_of_images():
     model = SimpleNamespace(vocab_size=4, image_token_ids=(1, 3))
     runner = bench.Runner(SimpleNamespace(tokenizer=None, engine=SimpleNamespace(model=model)))
     assert {token for prompt in runner.prompts([50, 50]) for token in prompt} == {0, 2}
+
+
+def make_scheduler(num_pages, max_num_seqs=8, max_num_batched_tokens=8192, **options):
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=4096,
+        page_size=options.pop("page_size", 16),
+        num_pages=num_pages,
+        **options,
+    )
+    ladders = decode_ladder(max_num_seqs), mixed_ladder(max_num_batched_tokens)
+    return Scheduler(config, Table(*ladders, max_num_seqs))
 
 
 class FakeRunner:
@@ -131,6 +151,8 @@ def test_contexts_and_sampling(monkeypatch):
 
         class engine:
             model = parse_config(SHAPES["qwen3-0.6b"])
+            # In step i of 1..128 a request of 3000 tokens has 3000 + i in the cache.
+            scheduler = make_scheduler(num_pages=2 * 196, watermark=0.0)
 
             class config:
                 dtype = kv_cache_dtype = "bfloat16"
@@ -153,10 +175,82 @@ def test_contexts_and_sampling(monkeypatch):
     own.default_params = SamplingParams(temperature=0.9)
     bench.run_workload(own, replace(work, contexts=()), NO_LIMITS)
     assert {(p.temperature, p.top_k) for _, _, p in asked[9:]} == {(0.9, 0)}
+    own.engine.scheduler = make_scheduler(num_pages=2 * 196 - 1, watermark=0.0)
+    asked.clear()
+    figures = bench.run_workload(own, work, NO_LIMITS)
+    assert [call[:2] for call in asked[1::2]] == [(1, 100), (2, 100), (1, 3000)]
+    assert [name for name, row in figures["decode"].items() if "left_out" in row] == ["2 of 3000"]
+    assert figures["decode"]["2 of 3000"] == {
+        "left_out": "2 requests of 3129 tokens need 392 pages at once, the KV cache has 391",
+        "requests": 2, "tokens": 3129, "pages_needed": 392, "pages": 391,
+    }  # fmt: skip
+    asked.clear()
+    with pytest.raises(
+        ConfigError, match=r"batch_sizes: got \(2,\), 2 requests of 3129 .* has 391"
+    ):
+        bench.run_workload(own, replace(work, batch_sizes=(2,), contexts=(3000,)), NO_LIMITS)
+    assert not asked
     with pytest.raises(
         ConfigError, match=r"decode needs 4097 tokens: lower contexts or output_len, or"
     ):
         replace(work, contexts=(8, 4096 - 128)).check(4096, 8)
+
+
+@pytest.mark.parametrize("only", ["decode", "skewed"])
+def test_the_longest_run_of_a_batch_is_counted(only):
+    """Prompts that need several steps: the step in which all decode has the longest requests."""
+    llm = SimpleNamespace(engine=SimpleNamespace(config=None, scheduler=None))
+    for num_pages, least in ((4 * 25 + 1, True), (4 * 25, False)):
+        scheduler = make_scheduler(num_pages, max_num_batched_tokens=64)  # keeps 1 page in reserve
+        llm.engine = SimpleNamespace(scheduler=scheduler, config=scheduler.config)
+        # 5 steps read the prompts: 80 + 305 + 7 tokens, 25 pages; without the 7 it would be 24
+        work = Workload(
+            only=(only,), batch_sizes=(4,), input_len=80, output_len=305, skewed=(80, 80, 3)
+        )
+        if least:
+            assert not any(bench._shortages(llm, work).values())
+        else:
+            with pytest.raises(ConfigError, match=rf"4 requests of 392 tokens .* has {num_pages}"):
+                bench._shortages(llm, work)
+
+
+GROUPS = ((), (PageGroup(4, 8), PageGroup(4)))
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize(("reading", "decode_steps"), [(16, 1), (64, 1), (16, 4)])
+def test_a_batch_lacks_nothing_where_nobody_waits_or_gives_way(groups, reading, decode_steps):
+    """Beside a run of the scheduler with as many pages."""
+    found = []
+    for num_pages in range(20, 90):
+        options = {"groups": groups, "page_size": 4, "max_num_batched_tokens": reading}
+        options["decode_steps"] = decode_steps
+        shortage = find_shortage(make_scheduler(num_pages, watermark=0.0, **options), [13] * 4, 22)
+        assert (shortage is None) == at_once(make_scheduler(num_pages, watermark=0.0, **options))
+        found.append(shortage is None)
+        with_reserve = make_scheduler(num_pages, watermark=0.1, **options)
+        if find_shortage(with_reserve, [13] * 4, 22) is None:
+            assert at_once(with_reserve)
+    assert any(found)
+    assert not all(found)
+
+
+def at_once(scheduler):
+    """Whether four requests run at once, and none is preempted."""
+    params = SamplingParams(max_tokens=22, ignore_eos=True)
+    for index in range(4):
+        prompt = np.arange(13) + 100 * index
+        scheduler.add(Request(str(index), prompt, params, seed=0))
+    running, in_flight = 0, []
+    while scheduler.has_work:
+        if step := scheduler.schedule():
+            in_flight.append(step)
+            running = max(running, scheduler.metrics().running)
+        if len(in_flight) == 2 or not step:
+            done = in_flight.pop(0)
+            tokens = np.zeros((done.num_iterations, 8), np.int32)
+            scheduler.update(done, tokens if done.loop else tokens[0])
+    return running == 4 and not scheduler.metrics().preemptions
 
 
 def test_a_changed_size_is_not_the_standard_workload():

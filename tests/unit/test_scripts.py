@@ -1,6 +1,7 @@
 """What scripts/ say to wrong input: one line, and exit code 2."""
 
 import argparse
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -144,3 +145,23 @@ def test_what_nobody_foresaw_is_not_hidden():
         run_program(work, "x")
     assert run_program(lambda: None, "x") == 0
     assert run_program(lambda: 3, "x") == 3
+
+
+def test_a_figure_that_a_run_left_out_is_not_compared(tmp_path, monkeypatch, capsys):
+    (tmp_path / "__init__.py").touch()  # a checkout
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    compare = importlib.import_module("compare_commits")
+    left_out = {"left_out": "...", "requests": 8, "pages": 1}
+    figures = {"decode": {"1": {"ms_per_step": 2.0, "tok_s": 500.0}, "8": {"ms_per_step": 4.0}}}
+    there = dict(compare.seconds_of(figures))
+    here = dict(compare.seconds_of({"decode": {**figures["decode"], "8": left_out}}))
+    for before, after in ((there, here), (here, there)):
+        runs = iter((before, after))
+        monkeypatch.setattr(compare, "run", lambda *_, runs=runs: next(runs))
+        argv = ["compare", "--against", f"before={tmp_path}", "--models", "demo"]
+        monkeypatch.setattr(sys, "argv", argv)
+        assert compare.main() == 0
+        _, one, eight, _ = capsys.readouterr().out.splitlines()
+        assert one.endswith("+0.00%")
+        assert "decode 8" in eight
+        assert eight.endswith("not in every run: a cache was too small")
