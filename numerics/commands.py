@@ -206,6 +206,14 @@ def logits(arguments: Arguments) -> int:
     faults = plant_by_side(arguments.plant, subject.model)
     if arguments.prompts and ends.is_dump(sides[1]):
         raise ConfigError(f"prompts: got {arguments.prompts}, a dump brings its own: leave it out")
+    for name in ("positions", "server_logits"):
+        value = getattr(arguments, name)
+        asked = value != arguments.numerics_parser.get_default(name)
+        if asked and not ends.is_server(sides[1]):
+            raise ConfigError(
+                f"{name}: got {value}, which is for servers, and {arguments.b} is none: leave it "
+                "out"
+            )
     if arguments.prompts or not ends.is_server(sides[1]):
         prompts = _prompts(arguments, subject)
     else:

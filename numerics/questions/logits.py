@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -40,7 +41,9 @@ DUMP = "dump:"
 
 def parse_side(text: str) -> Target | str:
     """A target, the word transformers, a server's address, or a dump. Raises ConfigError."""
-    if text == TRANSFORMERS or text.startswith((*SERVERS, DUMP)):
+    if text == TRANSFORMERS or (is_dump(text) and text != DUMP):
+        return text
+    if is_server(text) and urlsplit(text).netloc:
         return text.rstrip("/")
     try:
         return parse_target(text)

@@ -210,6 +210,22 @@ def test_prompts_beside_a_dump_are_refused(small_model, tmp_path, capsys):
     assert "prompts: got " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("other", ["dump:x", "torch:cpu", "transformers"])
+@pytest.mark.parametrize("flag", ["--positions 4", "--server-logits float32"])
+def test_what_only_servers_are_asked_is_refused_beside_others(small_model, flag, other, capsys):
+    argv = f"numerics logits --model {small_model} --load-format dummy --a torch:cpu --b {other}"
+    assert main([*argv.split(), *flag.split()]) == 2
+    name, value = flag[2:].replace("-", "_").split()
+    said = f"{name}: got {value}, which is for servers, and {other} is none: leave it out"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["dump:", "http://", "https:///"])
+def test_a_side_without_a_name_is_refused(name):
+    with pytest.raises(ConfigError, match=r"or transformers, http://HOST:PORT .*, dump:FOLDER"):
+        parse_side(name)
+
+
 def test_one_dump_at_a_time(small, tmp_path):
     folder = dumped(small, tmp_path / "dump")
     side = parse_side(f"dump:{folder}")
