@@ -200,7 +200,7 @@ def _check(
 
 def _not_reached(run: str, served: Served) -> Iterator[str]:
     """What a run was to show and did not."""
-    wanted = {"mixed": served.steps["mixed"], "prefix cache": served.cached}
+    wanted = {"mixed": served.steps["mixed"]}
     if run == "steps":
         wanted |= {"decode": served.steps["decode"], "preemption": served.preemptions}
     else:
@@ -356,6 +356,10 @@ class _Positions(Comparison):
             diff.missing += [f"{where}: {text}" for text in _not_reached(run, served)]
             if errors.missing:
                 diff.missing.append(f"{where}: {errors.missing} tokens of the passes of {run}")
+        for side in dict.fromkeys(side for side, _ in self.runs):
+            # A cache for half of the requests may keep no prefix behind which a window is whole.
+            if not any(served.cached for (name, _), served in self.runs.items() if name == side):
+                diff.missing.append(f"{side}, mode {self.mode}: prefix cache: none in any run")
         return diff
 
     def _embed(self) -> Streams:

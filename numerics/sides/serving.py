@@ -203,9 +203,14 @@ def _engine(
     config, resolved = _configured(subject, target, options)
     groups = layout_of(subject.model, resolved).groups
     lengths = sorted((len(ask.prompt) + ask.params.max_tokens for ask in asks), reverse=True)
-    held = [pages_for(groups, length, most) for length in lengths[: subject.max_num_seqs]]
-    # Two steps in flight may hold a page more each.
-    room = max(held[0] + 2, sum(held) // 2) if tight else 2 * sum(held)
+    lengths = lengths[: subject.max_num_seqs]
+    held = [pages_for(groups, length, most) for length in lengths]
+    room = 2 * sum(held)
+    if tight:
+        # While they decode: what windows leave behind of a prompt is another's by then. Two steps
+        # in flight may hold a page more each.
+        decoding = sum(pages_for(groups, length, 1) for length in lengths)
+        room = max(held[0] + 2, decoding // 2)
     engine = Engine(
         replace(config, num_pages=room), subject.model, subject.folder, silent,
         Demand(streams=streams),

@@ -223,11 +223,35 @@ def test_a_mistake_that_all_share_is_our_definition(small_model, monkeypatch):
 
 def test_what_was_not_reached_is_named():
     idle = Served([], Counter({"mixed": 3, "decode": 2}), 0, 0, {})
-    assert list(served._not_reached("steps", idle)) == [
-        "prefix cache: none in the run 'steps'",
-        "preemption: none in the run 'steps'",
-    ]
+    assert list(served._not_reached("steps", idle)) == ["preemption: none in the run 'steps'"]
     assert "loop: none in the run 'loops'" in list(served._not_reached("loops", idle))
+
+
+def test_a_prefix_cache_that_no_run_reached_is_named(small_model, monkeypatch):
+    right = served.serve
+
+    def serve(*args, **options):
+        return right(*args, **options, enable_prefix_caching=False)
+
+    monkeypatch.setattr(served, "serve", serve)
+    diff = check(small_model, definition="off")
+    assert diff.missing == ["a torch:cpu, mode S: prefix cache: none in any run"]
+    assert diff.exit_code == 3
+
+
+def test_layers_that_all_have_short_windows_are_judged(tmp_path):
+    """Requests hold less while they decode than while their prompts are read."""
+    config = {
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "vocab_size": 300,
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 512, "sliding_window": 4, "dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    diff = check(str(tmp_path), definition="off")
+    assert not diff.missing
+    diff.assert_ok()
+    assert diff.served[0].preemptions
 
 
 def test_the_workload_has_pages_that_are_equal_alone(small_model):
