@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +14,8 @@ import numpy as np
 
 from ..shared.errors import ConfigError
 from ..shared.models.config import ModelConfig
+from ..shared.option_text import output_file
+from ..shared.worker import backend_module
 from .bundles import bundle
 from .bundles.capturing import capture_model
 from .errors import write_text
@@ -202,6 +204,7 @@ def logits(arguments: Arguments) -> int:
     sides = [ends.parse_side(arguments.a), ends.parse_side(arguments.b)]
     if isinstance(sides[0], str):
         raise ConfigError(f"a: got {arguments.a!r}, must be a backend; name {arguments.a} with --b")
+    _find_devices(sides)
     subject = _subject(arguments)
     faults = plant_by_side(arguments.plant, subject.model)
     if arguments.prompts and ends.is_dump(sides[1]):
@@ -236,8 +239,15 @@ def compare(arguments: Arguments) -> int:
 
 def report(arguments: Arguments) -> int:
     """A page. Its exit code is 0 whatever the verdict is: the file was written."""
-    text = page(read_record(arguments.result))
-    out = arguments.page or str(Path(arguments.result).with_suffix(".html"))
+    record = read_record(arguments.result)
+    out = arguments.page
+    if out is None:
+        out = str(Path(arguments.result).with_suffix(".html"))
+        try:
+            output_file(out)
+        except ValueError as error:
+            raise ConfigError(f"{error}: name the page with --out") from None
+    text = page(record)
     _write(out, lambda: text)
     if out != "-":
         print(f"{out}: {len(text.encode()) / 1e3:.0f} kB")
@@ -272,11 +282,22 @@ def _subject(arguments: Arguments) -> Subject:
 
 
 def _pair(arguments: Arguments) -> list[Target]:
-    return [parse_target(arguments.a), parse_target(arguments.b)]
+    return _targets([arguments.a, arguments.b])
 
 
 def _targets(texts: list[str] | None, *defaults: str) -> list[Target]:
-    return [parse_target(text) for text in texts or defaults]
+    """Targets whose backends and devices are all there: found out before the first of them works.
+    Raises ConfigError, BackendUnavailable.
+    """
+    targets = [parse_target(text) for text in texts or defaults]
+    _find_devices(targets)
+    return targets
+
+
+def _find_devices(sides: Iterable[Target | str]) -> None:
+    for side in sides:
+        if isinstance(side, Target):
+            backend_module(side.backend).find_device(side.device)
 
 
 def _named_prompts(arguments: Arguments, subject: Subject) -> list[np.ndarray] | None:

@@ -129,6 +129,22 @@ def test_no_command_works_for_a_result_that_it_cannot_write(words, capsys):
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        "model demo --a torch:cpu --b torch:tpu", "ops --op add --a torch:cpu --b torch:tpu",
+        "served demo --on torch:cpu --on torch:tpu", "check demo --a torch:cpu --b torch:tpu",
+        "rollout demo --a torch:cpu --b torch:tpu", "logits demo --a torch:cpu --b torch:tpu",
+        "replay NONE --on torch:cpu --on torch:tpu",
+        "selftest --backend torch:cpu --backend torch:tpu",
+    ],
+)  # fmt: skip
+def test_no_side_works_before_all_devices_are_found(words, capsys):
+    assert run(*words.split()) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("twinfer: error: device: torch has no tpu device here")
+
+
+@pytest.mark.parametrize(
     ("place", "why"),
     [
         ("/dev/null/a", "out: cannot make the folder /dev/null/a: Not a directory"),

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from twinfer.numerics import compare_targets, write_report
+from twinfer.numerics import commands, compare_targets, write_report
 from twinfer.numerics.errors import NotComparable
 from twinfer.numerics.questions.bisect import BisectReport
 from twinfer.numerics.questions.ops_check import OpsReport
@@ -158,8 +158,12 @@ def test_the_command_writes_a_file(record, tmp_path, capsys, monkeypatch):
     assert "run.html" in capsys.readouterr().out
     (tmp_path / "run.html").unlink()
     (tmp_path / "run.html").mkdir()
-    assert main(["numerics", "report", str(result)]) == 5
     monkeypatch.chdir(tmp_path)  # long names are cut in errors
+    with monkeypatch.context() as no_work:
+        no_work.setattr(commands, "page", None)
+        assert main(["numerics", "report", "run.json"]) == 2
+    said = "error: cannot write run.html: Is a directory: name the page with --out"
+    assert said in capsys.readouterr().err
     assert main(["numerics", "report", "none.json", "--out", "none/a.html"]) == 2
     assert "error: out: cannot write none/a.html: No such" in capsys.readouterr().err
 
