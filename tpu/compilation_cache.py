@@ -11,6 +11,7 @@ and a process that starts beside another reads entries that are only half writte
 from __future__ import annotations
 
 import platform
+import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -40,8 +41,8 @@ def use_cache(asked: str | None, devices: Sequence[Any]) -> Change:
     """Switch the cache on or off for this process, and say what was done.
 
     `asked` is a folder, `NO_CACHE`, or None: the cache that JAX has been told of already, else a
-    private folder of this user. Where it cannot be had, programs are compiled as without one.
-    Raises ConfigError for a folder that the user named, if others may write to it.
+    private folder of this user. Where it cannot be had, programs are compiled as without one, and a
+    warning says so. Raises ConfigError for a folder that the user named, if others may write to it.
     """
     configured = jax.config.jax_compilation_cache_dir
     if configured == _chosen_here:
@@ -56,11 +57,11 @@ def use_cache(asked: str | None, devices: Sequence[Any]) -> Change:
         root = default_root("jax") if asked is None else Path(asked)
         folder = open_private(OPTION, root, factors(devices))
     except (OSError, ValueError, RuntimeError) as error:
-        return _without(asked, f"compiled programs are not kept: {error}")
+        return _without(asked, error)
     except ConfigError as error:
         if asked is not None:
             raise
-        return _without(asked, f"compiled programs are not kept: {error}")
+        return _without(asked, error)
     _set_folder(str(folder))
     # JAX keeps by default what took a second; all of ours are needed again.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -68,8 +69,10 @@ def use_cache(asked: str | None, devices: Sequence[Any]) -> Change:
     return Change(OPTION, asked, str(folder), "compiled programs are kept for later starts")
 
 
-def _without(asked: str | None, why: str) -> Change:
+def _without(asked: str | None, error: Exception) -> Change:
     _set_folder(None)
+    why = f"compiled programs are not kept: {error}"
+    warnings.warn(f"{OPTION}: {why}; each start compiles them again", stacklevel=3)
     return Change(OPTION, asked, NO_CACHE, why)
 
 

@@ -77,7 +77,11 @@ def test_none_switches_it_off_and_the_next_engine_has_it_again(cache):
 @pytest.mark.parametrize("named", [False, True])
 def test_a_folder_that_cannot_be_written_costs_one_line(cache, tmp_path, named):
     (tmp_path / "twinfer").write_text("a file, where a folder should be")
-    change = cache(str(tmp_path / "twinfer" / "jax") if named else None)
+    folder = tmp_path / "twinfer" / "jax"
+    with pytest.warns(UserWarning, match=rf"not kept: \[Errno.*{folder}.*each start") as told:
+        change = cache(str(folder) if named else None)
+    (warning,) = told
+    assert "\n" not in str(warning.message)
     assert change.after == "none"
     assert "compiled programs are not kept: [Errno" in change.why
     assert jax.config.jax_compilation_cache_dir is None
@@ -86,7 +90,8 @@ def test_a_folder_that_cannot_be_written_costs_one_line(cache, tmp_path, named):
 def test_a_folder_that_others_may_write_to_is_not_used(cache, tmp_path):
     folder = Path(cache().after)
     folder.chmod(0o770)
-    change = cache()
+    with pytest.warns(UserWarning, match=f"got {folder}, which others may write to"):
+        change = cache()
     assert change.after == "none"
     assert "which others may write to" in change.why
     assert jax.config.jax_compilation_cache_dir is None
@@ -96,7 +101,8 @@ def test_a_folder_that_others_may_write_to_is_not_used(cache, tmp_path):
         cache(str(folder.parent))
     folder.chmod(0o700)
     folder.parent.chmod(0o777)  # others could put another folder in its place
-    assert "which others may write to" in cache().why
+    with pytest.warns(UserWarning, match="which others may write to"):
+        cache()
     folder.parent.chmod(0o1777)
     assert cache().after == str(folder)
 
@@ -104,7 +110,8 @@ def test_a_folder_that_others_may_write_to_is_not_used(cache, tmp_path):
 def test_another_users_folder_is_not_used(cache, monkeypatch):
     cache()
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    assert "which others may write to" in cache().why
+    with pytest.warns(UserWarning, match="which others may write to"):
+        assert "which others may write to" in cache().why
 
 
 @pytest.mark.parametrize("what", ["version", "cpu_features"])
