@@ -18,6 +18,7 @@ import torch
 from ..shared.cache_folder import default_root, open_private
 from ..shared.compilation_config import ResolvedCompilation
 from ..shared.errors import ConfigError
+from ..shared.folders import make_folder
 
 Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
 
@@ -62,12 +63,7 @@ def check_options(compilation: ResolvedCompilation) -> None:
     """
     dump, options = compilation.debug_dump_path, compilation.inductor_compile_config
     if dump:
-        try:
-            Path(dump).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"debug_dump_path: cannot make the folder {dump}: {error.strerror}"
-            ) from None
+        make_folder("debug_dump_path", dump)
     if not options:
         return
     from torch._inductor import config

@@ -22,6 +22,7 @@ from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
 from ..ops.source_hash import source_hash
+from ..shared import folders
 from ..shared.config import EngineConfig, ResolvedConfig
 from ..shared.errors import ConfigError
 from ..shared.models.config import ModelConfig
@@ -72,11 +73,7 @@ def make_folder(folder: str) -> Path:
     """The folder that executables are written to. Raises ConfigError if it cannot be had, or
     others can write there.
     """
-    path = Path(folder)
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"out: cannot make the folder {folder}: {error.strerror}") from None
+    path = folders.make_folder("out", folder, 0o700)
     _check_owner("out", path)
     return path
 

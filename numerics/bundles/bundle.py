@@ -32,6 +32,7 @@ from safetensors.numpy import save
 
 from ...shared.checkpoint import DTYPES
 from ...shared.errors import ConfigError, ModelError
+from ...shared.folders import make_folder
 from ...shared.models.config_json import load_config
 from ...shared.models.locate import model_folder
 from ...shared.step import StepInput
@@ -117,12 +118,9 @@ def try_folder(option: str, target: Path) -> None:
     this, but for those above it.
     """
     known = target.exists()
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        if not known:
-            target.rmdir()
-    except OSError as error:
-        raise ConfigError(f"{option}: cannot make the folder {target}: {error.strerror}") from None
+    make_folder(option, target)
+    if not known:
+        target.rmdir()
 
 
 def write(bundle: Bundle, folder: str) -> Path:

@@ -148,6 +148,7 @@ def test_no_side_works_before_all_devices_are_found(words, capsys):
     ("place", "why"),
     [
         ("/dev/null/a", "out: cannot make the folder /dev/null/a: Not a directory"),
+        ("a\0b", "out: cannot make the folder 'a\\x00b': embedded null byte"),
         ("/proc/none", "out: cannot make the folder /proc/none: No such file"),
         ("/", "is there already"),
     ],
