@@ -3,11 +3,16 @@
 In triton 3.5 to 3.7 it cuts instead of rounding when it narrows a float, takes bit patterns of
 bfloat16 for numbers in `tl.dot` and in differences, and lets numpy warn where IEEE arithmetic gives
 an infinity or NaN. The kernels' tests on a CPU rest on this.
+
+Two things that it does again and again with the same result took half of the tests' time: to put
+its functions in the place of the language's, and to look up numpy's dtypes. They are done once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -31,6 +36,8 @@ def repair() -> None:
     builder.cast_impl = _rounding(builder.cast_impl)
     builder.create_fsub = _subtracting(builder.create_fsub)
     interpreter.GridExecutor.__call__ = _silent(interpreter.GridExecutor.__call__)
+    interpreter._patch_lang = _patching_once(interpreter._patch_lang)
+    interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
 
 
 def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,3 +95,35 @@ def _silent(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
 
     return call
+
+
+def _patching_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patch the language at the first launch, for the rest of the process.
+
+    Triton does it at each launch, and again at each call of a function in it, which walks through
+    all members of the language and finds its own patches. It reads the modules to patch from the
+    globals of the function; here they are both that it knows.
+    """
+
+    @cache
+    def patch() -> None:
+        original(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+
+    def patched(fn: Any) -> Any:
+        patch()
+        return SimpleNamespace(restore=lambda: None)
+
+    return patched
+
+
+def _by_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    """numpy's dtypes of Triton's: the original makes a table of all of them at each call."""
+    found: dict[str, np.dtype[Any]] = {}
+
+    def dtype_of(type_: Any) -> np.dtype[Any]:
+        scalar = type_.scalar
+        if scalar.name not in found:
+            found[scalar.name] = original(scalar)
+        return found[scalar.name]
+
+    return dtype_of

@@ -151,6 +151,39 @@ def test_in_the_interpreter(device, names, chosen):
     assert " passed" in done.stdout
 
 
+def test_the_interpreter_patches_the_language_once(kernels, device, monkeypatch):
+    """Launches and functions in them walk through the language at the first launch only."""
+    if device != "cpu":
+        pytest.skip("only in the interpreter")
+    from triton.runtime import interpreter
+
+    x = {"x": normal(generator("patches"), "float32", 2, 32)}
+    first = judge("silu_and_mul", x, device)
+
+    def patch(*_):
+        raise AssertionError("the language is patched again")
+
+    monkeypatch.setattr(interpreter, "_patch_builtin", patch)
+    assert first.tobytes() == judge("silu_and_mul", x, device).tobytes()
+
+
+def test_the_interpreter_finds_dtypes_by_name(kernels, device):
+    """Pointers are addresses, a block has the dtype of its entries, and bfloat16 has its bits."""
+    if device != "cpu":
+        pytest.skip("only in the interpreter")
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    wanted = [
+        (tl.float16, np.float16), (tl.bfloat16, np.uint16), (tl.float8e4nv, np.uint8),
+        (tl.int1, np.bool_), (tl.int32, np.int32), (tl.pointer_type(tl.float16), np.uint64),
+    ]  # fmt: skip
+    for _ in range(2):
+        for scalar, dtype in wanted:
+            assert interpreter._get_np_dtype(scalar) == dtype
+            assert interpreter._get_np_dtype(tl.block_type(scalar, [4, 8])) == dtype
+
+
 SINKS = np.linspace(-2.0, 4.0, 4).astype(np.float32)
 SINKS_OF_6 = np.linspace(-2.0, 4.0, 6).astype(np.float32)
 SCALES = {"k_scale": by_head(0.9, 2), "v_scale": by_head(0.6, 2)}
