@@ -106,9 +106,9 @@ def alone(checkpoints, device):
 
     def get(backend):
         if backend not in made:
-            subject = engine(
-                folder, backend, device, async_scheduling=False, enable_prefix_caching=False
-            )
+            plain = {"async_scheduling": False, "enable_prefix_caching": False}
+            one = {"max_num_seqs": 1} if backend == "jax" else {}
+            subject = engine(folder, backend, device, **plain, **one)
             made[backend] = run_alone(subject, workload(subject.model.vocab_size))
             subject.close()
         return made[backend]

@@ -25,6 +25,9 @@ def llm(request, device):
         "max_num_batched_tokens": 64,
         "scheduling_policy": "priority",
     }
+    if request.param == "jax":
+        # Each more is compiled for seconds.
+        options |= {"decode_sizes": (4,), "mixed_sizes": (64,)}
     with LLM("demo", backend=request.param, device=device, progress=False, **options) as made:
         yield made
         assert made.engine.worker.compilations_after_ready() == 0

@@ -151,7 +151,7 @@ def test_in_the_interpreter(device, names, chosen):
     assert " passed" in done.stdout
 
 
-def test_the_interpreter_patches_the_language_once(kernels, device, monkeypatch):
+def test_triton_interpreter_patches_the_language_once(kernels, device, monkeypatch):
     """Launches and functions in them walk through the language at the first launch only."""
     if device != "cpu":
         pytest.skip("only in the interpreter")
@@ -167,7 +167,7 @@ def test_the_interpreter_patches_the_language_once(kernels, device, monkeypatch)
     assert first.tobytes() == judge("silu_and_mul", x, device).tobytes()
 
 
-def test_the_interpreter_finds_dtypes_by_name(kernels, device):
+def test_triton_interpreter_finds_dtypes_by_name(kernels, device):
     """Pointers are addresses, a block has the dtype of its entries, and bfloat16 has its bits."""
     if device != "cpu":
         pytest.skip("only in the interpreter")
