@@ -239,8 +239,10 @@ def run_workload(llm: LLM, workload: Workload, limits: Limits) -> dict[str, Any]
     workload.check(config.max_model_len, config.max_num_seqs, config.enable_prefix_caching)
     shortages = _shortages(llm, workload)
     runner = Runner(llm, workload.sampling)
-    warm = min(8, config.max_num_seqs)
-    runner.seconds([min(128, workload.input_len)] * warm, [min(16, workload.output_len)] * warm)
+    warm, outputs = min(8, config.max_num_seqs), min(16, workload.output_len)
+    # No part may ask for a length, and what is not asked for was not checked.
+    length = min(128, *workload.decode_lengths, config.max_model_len - outputs)
+    runner.seconds([max(1, length)] * warm, [outputs] * warm)
     figures: dict[str, Any] = {}
     if "decode" in workload.only:
         figures["decode"] = {

@@ -65,6 +65,13 @@ def test_a_batch_that_the_cache_does_not_hold_is_left_out(tmp_path, device, caps
     assert "13 tokens each: 6 pages, there are 5" in line
 
 
+def test_a_length_that_no_part_runs_needs_no_room(tmp_path, device):
+    argv = [*OFFLINE, "--only", "prefill", "--input-len", "128"]
+    assert bench(argv, tmp_path, device)["figures"]["prefill"]["tok_s"] > 0
+    argv = [*OFFLINE, "--only", "decode", "--input-len", "128", "--contexts", "8"]
+    assert list(bench(argv, tmp_path, device)["figures"]["decode"]) == ["1 of 8", "2 of 8"]
+
+
 def test_the_usual_length_is_not_above_the_models(monkeypatch):
     """The bundled model has 1 024 positions; nobody typed 4 096."""
     lengths = []
