@@ -223,8 +223,13 @@ def test_a_mistake_that_all_share_is_our_definition(small_model, monkeypatch):
 
 def test_what_was_not_reached_is_named():
     idle = Served([], Counter({"mixed": 3, "decode": 2}), 0, 0, {})
-    assert list(served._not_reached("steps", idle)) == ["preemption: none in the run 'steps'"]
-    assert "loop: none in the run 'loops'" in list(served._not_reached("loops", idle))
+    preemption = "preemption: none in the run 'steps'"
+    assert list(served._not_reached("steps", idle, keeps=False)) == [preemption]
+    assert list(served._not_reached("steps", idle, keeps=True)) == [
+        "prefix cache: none in the run 'steps'",
+        preemption,
+    ]
+    assert "loop: none in the run 'loops'" in list(served._not_reached("loops", idle, keeps=True))
 
 
 def test_a_prefix_cache_that_no_run_reached_is_named(small_model, monkeypatch):
@@ -235,7 +240,9 @@ def test_a_prefix_cache_that_no_run_reached_is_named(small_model, monkeypatch):
 
     monkeypatch.setattr(served, "serve", serve)
     diff = check(small_model, definition="off")
-    assert diff.missing == ["a torch:cpu, mode S: prefix cache: none in any run"]
+    assert diff.missing == [
+        f"a torch:cpu, mode S: prefix cache: none in the run {run!r}" for run in ("steps", "loops")
+    ]
     assert diff.exit_code == 3
 
 
