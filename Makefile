@@ -3,6 +3,9 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 
+# Tests start hundreds of processes. Each compiles the sources anew where an environment forbids to keep what was compiled.
+export PYTHONDONTWRITEBYTECODE :=
+
 PYTHON ?= python3
 PYTEST_ARGS ?= -n auto --dist loadfile
 # A process for each GPU, or GPU_PROCESSES in turn, each of which sees one; the server's tests need none. Without an environment: python -m pytest $(make -s print-gpu-args)
