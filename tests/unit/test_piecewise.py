@@ -141,6 +141,7 @@ def test_pieces_run_eagerly_are_the_model_bit_by_bit(tiny):
             built(ids, tiny.kv(), batch, d.kind, query_len)
 
 
+@pytest.mark.slow
 def test_pieces_with_experts_are_the_model_bit_by_bit():
     """Experts take blocks of 16 rows in steps of 16 tokens, and of 32 in those of 32."""
     experts = Model(EXPERTS)

@@ -164,12 +164,16 @@ def in_place():
     IMPLEMENTATIONS.update(before)
 
 
+LONG = (
+    "gated_mlp_fp8", "gelu_gated_mlp", "moe_experts_narrow", "penalised_sample",
+    "quantize_int4_dynamic", "sample",
+)  # fmt: skip
+"""Many calls inside, which opcheck traces for seconds; others like them are short."""
+
+
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(op.name, marks=pytest.mark.slow if op.name == "penalised_sample" else ())
-        for op in REGISTRY
-    ],
+    [pytest.param(op.name, marks=pytest.mark.slow if op.name in LONG else ()) for op in REGISTRY],
 )
 def test_opcheck(name):
     key = register(resolve("torch"))
