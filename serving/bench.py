@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
@@ -245,15 +245,7 @@ def run_workload(llm: LLM, workload: Workload, limits: Limits) -> dict[str, Any]
     runner.seconds([max(1, length)] * warm, [outputs] * warm)
     figures: dict[str, Any] = {}
     if "decode" in workload.only:
-        figures["decode"] = {
-            str(size) if not workload.contexts else f"{size} of {length}": (
-                shortage.figures()
-                if (shortage := shortages[length, size])
-                else decode(runner, replace(workload, input_len=length), size, limits)
-            )
-            for length in workload.decode_lengths
-            for size in workload.batch_sizes
-        }
+        figures["decode"] = dict(_decodes(runner, workload, shortages, limits))
     if "prefill" in workload.only:
         figures["prefill"] = prefill(runner, workload, limits)
     if "ttft" in workload.only:
@@ -290,6 +282,19 @@ def _shortages(llm: LLM, workload: Workload) -> dict[tuple[int, int], Shortage |
             least = min(filter(None, shortages.values()), key=lambda one: one.pages_needed)
             raise ConfigError(f"batch_sizes: got {workload.batch_sizes}, {least}: {REMEDY}")
     return shortages
+
+
+def _decodes(
+    runner: Runner, workload: Workload, shortages: Mapping[tuple[int, int], Shortage | None],
+    limits: Limits,
+) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
+    """The figures of each batch that decodes, or what it lacks, by its name."""
+    for (length, size), shortage in shortages.items():
+        name = f"{size} of {length}" if workload.contexts else str(size)
+        if shortage is not None:
+            yield name, shortage.figures()
+        else:
+            yield name, decode(runner, replace(workload, input_len=length), size, limits)
 
 
 def _read_in_parts(config: ResolvedConfig, lengths: Sequence[int]) -> bool:

@@ -79,19 +79,23 @@ def test_a_run_that_the_configuration_refuses_is_left_out_and_said(small_model, 
     assert diff.exit_code == 0
 
 
-def test_streams_of_joined_layers_are_judged_as_those_of_layers_alone(tmp_path):
-    """A GLM-4, whose layers leave their last norm to the next one."""
+def written(folder, architecture, model_type, **own):
+    """A folder with the config.json of a model of two layers, which has `own` fields."""
     config = {
-        "architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "vocab_size": 300,
+        "architectures": [architecture], "model_type": model_type, "vocab_size": 300,
         "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
         "max_position_embeddings": 256, "dtype": "bfloat16",
     }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert any(
-        decoder.joints(decoder.model_of(open_subject(str(tmp_path), load_format="dummy").model))
-    )
-    check(str(tmp_path), definition="off").assert_ok()
+    (folder / "config.json").write_text(json.dumps(config | own))
+    return str(folder)
+
+
+def test_streams_of_joined_layers_are_judged_as_those_of_layers_alone(tmp_path):
+    """A GLM-4, whose layers leave their last norm to the next one."""
+    folder = written(tmp_path, "Glm4ForCausalLM", "glm4")
+    assert any(decoder.joints(decoder.model_of(open_subject(folder, load_format="dummy").model)))
+    check(folder, definition="off").assert_ok()
 
 
 def layer_twice(monkeypatch):
@@ -232,13 +236,18 @@ def test_what_was_not_reached_is_named():
     assert "loop: none in the run 'loops'" in list(served._not_reached("loops", idle, keeps=True))
 
 
-def test_a_prefix_cache_that_no_run_reached_is_named(small_model, monkeypatch):
+@pytest.fixture
+def without_prefixes(monkeypatch):
+    """Engines that serve keep no prefixes."""
     right = served.serve
 
     def serve(*args, **options):
         return right(*args, **options, enable_prefix_caching=False)
 
     monkeypatch.setattr(served, "serve", serve)
+
+
+def test_a_prefix_cache_that_no_run_reached_is_named(small_model, without_prefixes):
     diff = check(small_model, definition="off")
     assert diff.missing == [
         f"a torch:cpu, mode S: prefix cache: none in the run {run!r}" for run in ("steps", "loops")
@@ -246,19 +255,26 @@ def test_a_prefix_cache_that_no_run_reached_is_named(small_model, monkeypatch):
     assert diff.exit_code == 3
 
 
-def test_layers_that_all_have_short_windows_are_judged(tmp_path):
+@pytest.fixture
+def short_windows(tmp_path):
+    """The folder of a Mistral whose layers all have windows of 4 tokens."""
+    own = {"head_dim": 16, "max_position_embeddings": 512, "sliding_window": 4}
+    return written(tmp_path, "MistralForCausalLM", "mistral", **own)
+
+
+def test_layers_that_all_have_short_windows_are_judged(short_windows):
     """Requests hold less while they decode than while their prompts are read."""
-    config = {
-        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "vocab_size": 300,
-        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-        "max_position_embeddings": 512, "sliding_window": 4, "dtype": "bfloat16",
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    diff = check(str(tmp_path), definition="off")
+    diff = check(short_windows, definition="off")
     assert not diff.missing
     diff.assert_ok()
     assert diff.served[0].preemptions
+
+
+def test_of_short_windows_alone_some_run_has_to_find_a_prefix(short_windows, without_prefixes):
+    diff = check(short_windows, definition="off")
+    assert "prefix cache: none in any run" in "".join(diff.missing)
+    assert not any("none in the run" in text for text in diff.missing)
+    assert diff.exit_code == 3
 
 
 def test_the_workload_has_pages_that_are_equal_alone(small_model):
