@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,17 +100,19 @@ def key_factors(
 
 
 def open_cache(root: str | None, factors: Mapping[str, Any]) -> Path | None:
-    """The folder of these factors below `root` (None: the default one, if it can be had). Raises
-    ConfigError.
+    """The folder of these factors below `root`. None: the default one; if it cannot be had, a
+    warning says so. Raises ConfigError.
     """
     try:
         return open_private(
             "cache_dir", default_root("torch") if root is None else Path(root), factors
         )
     except (OSError, ValueError) as error:
-        if root is None:
-            return None
-        raise ConfigError(f"cache_dir: got {root}: {error}") from error
+        if root is not None:
+            raise ConfigError(f"cache_dir: got {root}: {error}") from error
+        why = f"cache_dir: compiled code is not kept: {error}; each start compiles it again"
+        warnings.warn(why, stacklevel=1)  # one place: who asks again tells it no second time
+        return None
 
 
 @contextmanager

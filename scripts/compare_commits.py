@@ -79,20 +79,18 @@ def main() -> int:
     slower = 0
     print(f"{'model':16}{'figure':24}{before:>12}{'here':>12}{'longer':>10}")
     for model in args.models:
-        rounds: dict[str, list[dict[str, float]]] = {folder: [], str(HERE): []}
+        rounds: tuple[list[dict[str, float]], ...] = ([], [])
         for _ in range(args.rounds):
-            for place, found in rounds.items():
+            for place, found in zip((folder, str(HERE)), rounds, strict=True):
                 found.append(run(place, model, args.rest))
-        if not all(found[0] for found in rounds.values()):
+        if not all(found[0] for found in rounds):
             raise SystemExit(f"{model}: no figures of steps among what was measured")
-        every = [figures for found in rounds.values() for figures in found]
+        every = [figures for found in rounds for figures in found]
         for name in dict.fromkeys(name for figures in every for name in figures):
             if any(name not in figures for figures in every):
                 print(f"{model:16}{name:24}not in every run: a cache was too small", flush=True)
                 continue
-            old, new = (
-                statistics.median(figures[name] for figures in found) for found in rounds.values()
-            )
+            old, new = (statistics.median(figures[name] for figures in found) for found in rounds)
             longer = 100 * (new / old - 1)
             slower += longer > args.limit
             print(f"{model:16}{name:24}{old:12.4f}{new:12.4f}{longer:+9.2f}%", flush=True)

@@ -4,6 +4,7 @@ shapes without data.
 
 import dataclasses
 import json
+import warnings
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -94,6 +95,21 @@ def test_a_start_plan_that_others_may_write_is_refused(tmp_path):
     kept.parent.chmod(0o777)
     with pytest.raises(ConfigError, match="others may write"):
         start_plan.read_start_plan(str(tmp_path), factors(), FREE)
+
+
+def test_a_default_folder_that_cannot_be_had_costs_one_line(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        assert start_plan.write_start_plan(None, factors(), 1 << 30) is None
+        assert start_plan.read_start_plan(None, factors(), FREE) is None
+    (warning,) = told
+    assert str(warning.message).startswith("cache_dir: compiled code is not kept: [Errno")
+    assert "\n" not in str(warning.message)
+    named = str(tmp_path / "file" / "here")
+    with pytest.raises(ConfigError, match=f"cache_dir: got {named}: "):
+        start_plan.write_start_plan(named, factors(), 1 << 30)
 
 
 TABLE = Table((1, 2, 8, 40), (16, 64), 40)

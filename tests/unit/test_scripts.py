@@ -165,3 +165,15 @@ def test_a_figure_that_a_run_left_out_is_not_compared(tmp_path, monkeypatch, cap
         assert one.endswith("+0.00%")
         assert "decode 8" in eight
         assert eight.endswith("not in every run: a cache was too small")
+
+
+def test_a_checkout_may_be_compared_with_itself(monkeypatch, capsys):
+    """That tells how far two runs of one thing differ."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    compare = importlib.import_module("compare_commits")
+    runs = iter(({"decode 1": 2.0}, {"decode 1": 3.0}))
+    monkeypatch.setattr(compare, "run", lambda *_: next(runs))
+    argv = ["compare", "--against", f"same={compare.HERE}", "--models", "demo"]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert compare.main() == 1
+    assert capsys.readouterr().out.splitlines()[1].endswith("+50.00%")
