@@ -8,6 +8,7 @@ with. No code that comes with a model is run.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -26,6 +27,12 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 
 LONG = 4096
 """Characters of a text that takes more than a few milliseconds to split."""
+PIECE = 1 << 16
+"""Characters of a text that is likely too long that are split at a time: they take some 20 MB."""
+CUT = 16
+"""Tokens that a piece may have for being cut off."""
+LIKELY = 8
+"""Characters a token, from which on a text is likely too long."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -118,21 +125,46 @@ class Tokenizer:
         if not isinstance(text, str):
             raise RequestError("prompt", f"got {type(text).__name__}, must be text")
         try:
-            if len(text) < LONG:
-                encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-            else:  # alone this call lets other threads of Python run meanwhile
-                (encoding,) = self._backend.encode_batch_fast(
-                    [text], add_special_tokens=add_special_tokens
-                )
-            count = len(encoding)
-            ids: list[int] = [] if most is not None and count > most else encoding.ids
+            if most is not None and len(text) > LIKELY * most:
+                self._refuse_far_too_long(text, most)
+            count, ids = self._split(text, add_special_tokens, most)
         except TypeError:  # what the library says to a lone surrogate, which UTF-8 cannot hold
             raise RequestError(
                 "prompt", "is not valid Unicode: it has half of a surrogate pair"
             ) from None
+        finally:
+            if len(text) >= PIECE:
+                _return_memory()
         if not ids and count:
             raise PromptTooLong("prompt", f"got {count} tokens, allowed is at most {most}")
         return ids
+
+    def _split(
+        self, text: str, add_special_tokens: bool, most: int | None
+    ) -> tuple[int, list[int]]:
+        """The number of tokens of a text, and the tokens, none of more than `most`."""
+        if len(text) < LONG:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        else:  # alone this call lets other threads of Python run meanwhile
+            (encoding,) = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        count = len(encoding)
+        return count, [] if most is not None and count > most else encoding.ids
+
+    def _refuse_far_too_long(self, text: str, most: int) -> None:
+        """Raise PromptTooLong for a text whose pieces have more than twice `most` tokens, before
+        all of it is split: a token takes some 300 bytes meanwhile.
+
+        Where a text is cut it may have some tokens more than in one piece, never half of all.
+        """
+        seen = 0
+        for start in range(0, len(text), PIECE):
+            count, _ = self._split(text[start : start + PIECE], False, 0)
+            seen += max(count - CUT, 0)
+            if seen > 2 * most:
+                said = f"got more than {2 * most} tokens, allowed is at most {most}"
+                raise PromptTooLong("prompt", said)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of a list of ids. Ids that no token has stand for nothing. Raises
@@ -192,6 +224,15 @@ class Tokenizer:
             text = self.token_text(token_id)
             piece = self._pieces[token_id] = None if text is None else _piece(self.rule, text)
             return piece
+
+
+def _return_memory() -> None:
+    """Give the system what this process has freed. Of threads that have split large texts it would
+    stay theirs: glibc has a heap for each, and gives back what lies at its end.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+    if trim is not None:
+        trim(0)
 
 
 def _piece(rule: DecodeRule, text: str) -> bytes | str:

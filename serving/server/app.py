@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -73,6 +74,10 @@ FIRST_NEWS_S = 2.0
 """How long a stream waits for its first event before it begins, so that a refusal is a status."""
 TAIL = 64
 """Characters of a prompt's end that say whether it has opened reasoning."""
+LARGE = 1 << 20
+"""Bytes or characters of a text that takes hundreds of megabytes while it is split: such texts take
+turns.
+"""
 BODY_S = 120.0
 """How long a body may take to arrive."""
 COMPLETION_TOKENS = 16
@@ -128,6 +133,7 @@ class Server:
         self._metrics = metrics
         self._words = Words(settings.tokenizer)
         self._created = int(time.time())
+        self._large_texts = asyncio.Lock()
         think, tokenizer = settings.format.think, settings.tokenizer
         self._think_end = tokenizer.token_id(think[1]) if think and tokenizer else None
 
@@ -187,7 +193,7 @@ class Server:
         if isinstance(body, dict) and "messages" in body:
             chat: TokenizeChatRequest = read_fields(TokenizeChatRequest, body)
             self._accept(chat)
-            _, ids = await asyncio.to_thread(self._render, chat, None)
+            _, ids = await self._rendered(request, chat, None)
             named = chat.return_token_strs
         else:
             text: TokenizeRequest = read_fields(TokenizeRequest, body)
@@ -244,8 +250,14 @@ class Server:
         def encode() -> list[list[int]]:
             return [tokenizer.encode(text, special, most) for text in texts]
 
-        found: list[list[int]] = await _in_thread(encode, size=sum(map(len, texts)))
+        size = sum(map(len, texts))
+        async with self._turn(size):
+            found: list[list[int]] = await _in_thread(encode, size=size)
         return found
+
+    def _turn(self, size: int) -> AbstractAsyncContextManager[None]:
+        """What to hold while texts of `size` characters or bytes are split."""
+        return self._large_texts if size >= LARGE else nullcontext()
 
     @property
     def _room(self) -> int | None:
@@ -281,6 +293,13 @@ class Server:
             return []
         front = need_tokenizer(self._settings.tokenizer).front
         return front if len(front) < kept else []
+
+    async def _rendered(
+        self, request: Request, chat: ChatRequest, most: int | None
+    ) -> tuple[str, list[int]]:
+        """See `_render`. Others are served meanwhile."""
+        async with self._turn(len(await request.body())):
+            return await asyncio.to_thread(self._render, chat, most)
 
     def _render(self, chat: ChatRequest, most: int | None) -> tuple[str, list[int]]:
         """The prompt of a conversation, as text and as tokens. Raises RequestError; for more than
@@ -347,7 +366,7 @@ class Server:
         """Sends a chat to the engine; with what makes a parser for each of its completions."""
         self._accept(chat)
         self._engine.admit(0, 0)
-        text, ids = await asyncio.to_thread(self._render, chat, self._longest)
+        text, ids = await self._rendered(request, chat, self._longest)
         params = await self._with_words(self._params(chat, len(ids), whole_context=True), 1)
         params = self._seeded(params)
         if (bound := self._bound(chat, params, text[-TAIL:])) is not None:

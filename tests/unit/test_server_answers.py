@@ -3,6 +3,9 @@
 import asyncio
 import dataclasses
 import json
+import threading
+import time
+from collections import Counter
 from types import SimpleNamespace
 
 import httpx
@@ -14,7 +17,7 @@ from twinfer.serving.formats.parser import OutputParser
 from twinfer.serving.formats.table import FORMATS
 from twinfer.serving.responses import ResponseEvents
 from twinfer.serving.server.answers import ChatAnswer, Reader, Words
-from twinfer.serving.server.app import Server, Settings, _last, build_app
+from twinfer.serving.server.app import LARGE, Server, Settings, _last, build_app
 from twinfer.serving.server.engine import EngineProcess, Limits
 from twinfer.serving.server.fields import ChatRequest, read_fields
 from twinfer.serving.server.live import Live
@@ -22,7 +25,7 @@ from twinfer.serving.server.messages import Add
 from twinfer.serving.server.metrics import Metrics
 from twinfer.serving.server.responses import ResponsesRequest, named_here
 from twinfer.shared.engine import Logprob, Update
-from twinfer.shared.errors import RequestError
+from twinfer.shared.errors import PromptTooLong, RequestError
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.request import FinishReason
 from twinfer.shared.sampling_params import SamplingParams
@@ -394,3 +397,49 @@ def asked(path, body, text):
             return (await client.post(path, json=body)).text
 
     return asyncio.run(call())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "x" * LARGE}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x" * LARGE}]}),
+        ("/v1/completions", {"prompt": ["x" * 600_000] * 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * LARGE}]}),
+    ],
+    ids=["text", "turns", "completion", "chat"],
+)
+def test_large_texts_are_split_one_after_the_other(path, body, monkeypatch):
+    """Each takes hundreds of megabytes meanwhile. Small ones need not wait for them."""
+    begun, ended, now = threading.Event(), threading.Event(), Counter()
+
+    def encode(text, *_):
+        if len(text) < LARGE // 2:
+            assert begun.wait(10)
+            ended.set()
+            return [1]
+        now["split"] += 1
+        now["most"] = max(now["most"], now["split"])
+        begun.set()
+        assert ended.wait(10)
+        time.sleep(0.02)
+        now["split"] -= 1
+        raise PromptTooLong("prompt", "too long")
+
+    monkeypatch.setattr(TOKENIZER, "encode", encode)
+    engine = SimpleNamespace(ready=None, alive=True, why="", admit=lambda *_: None)
+    shown = "{{ messages[0].content }}"
+    settings = Settings(["m"], TOKENIZER, SamplingParams(), FORMATS["none"], template=shown)
+    app = build_app(settings, engine, Metrics())
+
+    async def calls():
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://x"
+        ) as client:
+            asked = [(path, body)] * 3 + [("/tokenize", {"prompt": "x" * 5000})]
+            return await asyncio.gather(*(client.post(to, json=what) for to, what in asked))
+
+    *large, small = asyncio.run(calls())
+    assert [answer.status_code for answer in large] == [400] * 3
+    assert small.json()["tokens"] == [1]
+    assert now["most"] == 1

@@ -2,7 +2,12 @@
 are built here.
 """
 
+import ctypes
 import json
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -19,7 +24,8 @@ from tokenizers import (
 )
 from tokenizers import Tokenizer as Backend
 
-from twinfer.shared.errors import ModelError, ModelNotFound, RequestError
+from twinfer.shared import tokenizer
+from twinfer.shared.errors import ModelError, ModelNotFound, PromptTooLong, RequestError
 from twinfer.shared.tokenizer import DecodeRule, Tokenizer
 
 TEXT = [
@@ -311,6 +317,93 @@ def test_what_is_no_text(folder, text):
     with pytest.raises(RequestError, match=r"^prompt: ") as caught:
         Tokenizer.load(folder).encode(text)
     assert "\n" not in str(caught.value)
+
+
+class Seen:
+    """A backend that keeps the length of the longest text that it had to split."""
+
+    def __init__(self, backend):
+        self._backend, self.longest = backend, 0
+
+    def __getattr__(self, name):
+        return getattr(self._backend, name)
+
+    def encode(self, text, **options):
+        self.longest = max(self.longest, len(text))
+        return self._backend.encode(text, **options)
+
+    def encode_batch_fast(self, texts, **options):
+        self.longest = max(self.longest, *map(len, texts))
+        return self._backend.encode_batch_fast(texts, **options)
+
+
+def test_a_text_that_is_far_too_long_is_never_split_whole(folder):
+    """Its tokens would take hundreds of times its memory."""
+    loaded = Tokenizer.load(folder)
+    loaded._backend = seen = Seen(loaded._backend)
+    with pytest.raises(PromptTooLong, match="got more than 2000 tokens, allowed is at most 1000"):
+        loaded.encode("the dog\n" * 50_000, most=1000)
+    assert seen.longest == tokenizer.PIECE
+    with pytest.raises(PromptTooLong, match=r"got 1\d\d\d tokens, allowed is at most 1000"):
+        loaded.encode("the dog\n" * 260, most=1000)
+
+
+def of_words():
+    """Any number of spaces counts for nothing, any unknown characters for one token."""
+    backend = Backend(models.WordLevel({"<unk>": 0, "the": 1, "dog": 2}, unk_token="<unk>"))
+    backend.normalizer = normalizers.Strip()
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return backend
+
+
+@given(
+    st.lists(
+        st.tuples(st.text("the dog <s>/▁Ġé中👩\n\t.", max_size=9), st.integers(1, 60)), max_size=9
+    )
+)
+def test_whatever_is_short_enough_is_taken(pairs, words_alone, parts):
+    """Though its pieces are counted one by one, here from the first character on."""
+    text = "".join(part * times for part, times in parts)
+    with (
+        mock.patch.object(tokenizer, "PIECE", 40),
+        mock.patch.object(tokenizer, "LIKELY", 0),
+    ):
+        for one in (*(ours for ours, _ in pairs), words_alone):
+            ids = one.encode(text)
+            assert one.encode(text, most=len(ids)) == ids
+            if ids:
+                with pytest.raises(PromptTooLong):
+                    one.encode(text, most=len(ids) - 1)
+
+
+@pytest.fixture(scope="module")
+def words_alone(tmp_path_factory):
+    return Tokenizer.load(write(tmp_path_factory.mktemp("words"), of_words(), None))
+
+
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library keeps what it likes"
+)
+def test_threads_keep_nothing_of_large_texts():
+    """It was some 300 bytes a token, in each thread that had split one."""
+    measure = """
+import re, sys
+from concurrent.futures import ThreadPoolExecutor
+from twinfer.shared.tokenizer import Tokenizer
+def resident():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) >> 10
+loaded = Tokenizer.load(sys.argv[1])
+with ThreadPoolExecutor(1) as thread:
+    before = resident()
+    assert len(thread.submit(loaded.encode, "x " * 100_000).result()) == 100_001
+    print(resident() - before)
+"""
+    folder = Path(tokenizer.__file__).parent / "models" / "demo"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", measure, str(folder)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 15
 
 
 @pytest.mark.parametrize("ids", [[-1], [2**32], [2**70], ["1"], [1.0], [None], [[1]]])
