@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -26,6 +27,8 @@ def start(flags):
     line = ""
     for line in process.stderr:  # the last one says why it did not start
         if found := re.search(r"ready: (\S+)", line):
+            # Somebody has to read on: it would wait at a full pipe.
+            threading.Thread(target=process.stderr.read, daemon=True).start()
             return process, found[1]
     print(f"the server did not start: {line.strip()}", file=sys.stderr)
     raise SystemExit(process.wait())

@@ -19,6 +19,7 @@ NO_PROGRAMS = {
     "check_docs.py": "has no arguments",
     "compare_commits.py": "the benchmark that it starts says it",
     "selftest.py": "is the command line",
+    "soak.py": "the server that it starts says it",
     "train_demo_model.py": "imports nothing of the package",
     "write_options.py": "has one switch",
 }
@@ -46,6 +47,7 @@ WRONG = {
     "profile_step.py": (["--shape", "nosuch", "--steps", "24"], "model: no such folder: nosuch"),
     "rank_blocks.py": (["--heads", "x"], "argument --heads: 'x' is not a number"),
     "selftest.py": (["--model", "x"], "unknown argument --model"),
+    "soak.py": (["--", "--dtype", "foo"], "argument --dtype: invalid choice: 'foo'"),
     "train_demo_model.py": (["--out", "/proc/x"], "--out: cannot make /proc/x"),
     "tune_attention.py": (["--prompts", "5"], "argument --prompts: '5' is not prompts such as "),
     "tune_experts.py": (["--routing", "x"], "argument --routing: got x, allowed are even, zipf"),
