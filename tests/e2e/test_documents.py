@@ -234,8 +234,11 @@ def script_problem(script: Path, arguments: list[str]) -> str | None:
     if not script.exists():
         return f"no such file: {script.name}"
     known = set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', script.read_text()))
-    absent = [word for word in arguments if word.startswith("--") and word not in known]
-    return f"{script.name} has no {absent[0]}" if absent else None
+    own = list(itertools.takewhile(lambda word: word != "--", arguments))
+    absent = [word for word in own if word.startswith("--") and word not in known]
+    if absent:
+        return f"{script.name} has no {absent[0]}"
+    return missing_flag(arguments[len(own) + 1 :])  # they go to a command of `twinfer`
 
 
 def all_parsers() -> list[OneLineParser]:
@@ -571,6 +574,7 @@ def test_what_happens_is_no_problem(folder):
         ("twinfer aot MODEL --tp 4", "--topology"),
         ("twinfer numerics model --model MODEL --side jax:cpu", "--side"),
         ("A=b python scripts/bench_ops.py --frame torch", "bench_ops.py has no --frame"),
+        ("python scripts/soak.py --minutes 1 -- --minutes 1", "no such flag: --minutes"),
         ("python scripts/bench_nothing.py", "no such file"),
         ("pytest tests/unit/test_nothing.py", "no such file"),
         ("make tea", "no such target: tea"),
