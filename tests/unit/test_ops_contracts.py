@@ -26,10 +26,10 @@ from twinfer.ops.testing import (
     ci_cases,
     detect,
     providers,
-    run,
     run_mutant,
     undetected,
 )
+from twinfer.tests.interpreted import run
 
 import_module("twinfer.gpu.cpu_kernels")  # registers the kernels for CPUs
 import_module("twinfer.tpu.kernels")  # and those for TPUs, with their interpreter

@@ -1,6 +1,5 @@
 """The JAX worker's kernels for NVIDIA GPUs, interpreted. On a GPU the contract tests run them."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,6 +8,7 @@ from twinfer.ops.cases import load_all
 from twinfer.ops.cases.attention import BELOW_ONE, equal_values
 from twinfer.ops.implement import preferred
 from twinfer.ops.testing import TESTING, Judge, ci_cases
+from twinfer.tests.interpreted import interpret
 from twinfer.tpu.gpu_kernels import attention, decode, write
 
 load_all()
@@ -28,17 +28,10 @@ def cases(op, takes, quick):
                 yield f"{dtype}, {case.name}", case.arguments
 
 
-def on_device(arguments):
-    given = {
-        name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()
-    }
-    return {"k_scale": None, "v_scale": None, **given}
-
-
 def failures(op, function, takes, quick):
     failed, judged = [], 0
     for name, arguments in cases(op, takes, quick):
-        outputs = function(**on_device(arguments))
+        outputs = function(arguments)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         verdict = Judge(op, arguments)(tuple(map(np.asarray, outputs)))
         judged += 1
@@ -48,12 +41,14 @@ def failures(op, function, takes, quick):
     return failed
 
 
-def attend(**arguments):
-    return attention.attend(**arguments, interpret=True)
+def attend(arguments):
+    given = {"k_scale": None, "v_scale": None} | arguments
+    return interpret(attention.attend, given, interpret=True)
 
 
-def norm_rope_write(k_scale, v_scale, **arguments):
-    return write.write(**arguments, interpret=True)
+def norm_rope_write(arguments):
+    given = {name: x for name, x in arguments.items() if name not in ("k_scale", "v_scale")}
+    return interpret(write.write, given, interpret=True)
 
 
 @pytest.mark.slow
@@ -63,7 +58,7 @@ def test_interpreted_attention_keeps_the_bound():
 
 @pytest.mark.parametrize("queries", [1, 17])
 def test_interpreted_attention_rounds_its_weights_where_the_contract_says(queries):
-    out = np.asarray(attend(**on_device(equal_values(queries))))
+    out = np.asarray(attend(equal_values(queries)))
     assert set(out[-16:].astype(np.float64).ravel()) == {BELOW_ONE}
 
 
@@ -79,7 +74,7 @@ def test_the_bound_sees_a_part_that_is_not_added(monkeypatch):
     monkeypatch.setattr(decode, "config", lambda *_: setting)
     case = dict(cases("paged_attention", attention.takes, True))["bfloat16, decode, padded"]
     judge = Judge("paged_attention", case)
-    assert judge((np.asarray(attend(**on_device(case))),)).passed
+    assert judge((np.asarray(attend(case)),)).passed
     call = decode.call
 
     def without_the_second(kernel, *rest, **more):
@@ -89,7 +84,7 @@ def test_the_bound_sees_a_part_that_is_not_added(monkeypatch):
         return lambda sums, *others: run(sums.at[:, :, 1].set(0), *others)
 
     monkeypatch.setattr(decode, "call", without_the_second)
-    assert not judge((np.asarray(attend(**on_device(case))),)).passed
+    assert not judge((np.asarray(attend(case)),)).passed
 
 
 def test_gpus_prefer_the_kernels_and_others_pass_them_over():

@@ -15,12 +15,13 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from twinfer.ops import OpError
 from twinfer.ops.cases import load_all
-from twinfer.ops.testing import TESTING, Judge, ci_cases, run
+from twinfer.ops.testing import TESTING, Judge, ci_cases
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError
 from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.quantized import with_quantization
+from twinfer.tests.interpreted import interpret, run
 from twinfer.tpu import plans
 from twinfer.tpu.kernels import attention, cache, target, write
 
@@ -52,13 +53,8 @@ def failures(op, dtype):
 
 def attend(arguments):
     """The kernels without the op's binding, which would keep what it traced."""
-    arrays = {
-        name: jnp.asarray(value) if hasattr(value, "shape") else value
-        for name, value in arguments.items()
-    }
-    return Judge("paged_attention", arguments)(
-        [attention.attend(**{"k_scale": None, "v_scale": None} | arrays, interpret=True)]
-    )
+    given = {"k_scale": None, "v_scale": None} | arguments
+    return Judge("paged_attention", arguments)([interpret(attention.attend, given, interpret=True)])
 
 
 def attention_case(dtype, name):
@@ -126,8 +122,8 @@ def written():
         "v": v,
         "slots": slots,
     }
-    arrays = [jnp.asarray(value) for value in given.values()]
-    return Judge("write_kv", given)([np.asarray(write.write(*arrays, 1.0, 1.0, True))]).passed
+    out = interpret(write.write, given, k_scale=1.0, v_scale=1.0, interpret=True)
+    return Judge("write_kv", given)([np.asarray(out)]).passed
 
 
 def test_a_wrong_write_is_rejected(monkeypatch):

@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from twinfer.ops.cases.attention import paged
 from twinfer.ops.testing import Judge
+from twinfer.tests import interpreted
 from twinfer.tpu.kernels import attention, cache, write
 from twinfer.tpu.kernels.blocks import BlockSizes
 
@@ -50,12 +51,10 @@ def interpret(capfd):
             uninitialized_memory="nan",
             vector_clock_size=64,
         )  # fmt: skip
-        arrays = {n: jnp.asarray(v) if hasattr(v, "shape") else v for n, v in given.items()}
+        given = {"k_scale": None, "v_scale": None} | given
         capfd.readouterr()
         try:
-            out = jax.block_until_ready(
-                function(**{"k_scale": None, "v_scale": None} | arrays, interpret=params)
-            )
+            out = jax.block_until_ready(interpreted.interpret(function, given, interpret=params))
         finally:
             pltpu.reset_tpu_interpret_mode_state()
         return out, capfd.readouterr().out

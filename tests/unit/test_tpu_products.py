@@ -13,7 +13,8 @@ from twinfer.ops import resolve
 from twinfer.ops.bindings.jax import bind
 from twinfer.ops.cases import load_all
 from twinfer.ops.namespaces.jax_ import InStack
-from twinfer.ops.testing import TESTING, Judge, ci_cases, run
+from twinfer.ops.testing import TESTING, Judge, ci_cases
+from twinfer.tests.interpreted import interpret, run
 from twinfer.tpu.kernels import experts, grouped, narrow
 from twinfer.tpu.kernels.tiles import columns_at_once
 
@@ -53,11 +54,14 @@ def choices(dtype="float32", k=24, n=20):
     return arrays | {"group_sizes": np.array(SIZES, np.int32)}
 
 
-def by_experts(given, interpret=True):
+def by_experts(given, how=True):
     """The kernel in blocks of 8 rows, its weight the second of a stack whose first is NaN."""
-    x, weight, sizes = (jnp.asarray(value) for value in given.values())
-    stack = jnp.stack([jnp.full_like(weight, jnp.nan), weight])
-    return grouped.multiply(x, stack, 1, sizes, vmem=None, interpret=interpret, size=8)
+
+    def multiply(x, weight, group_sizes):
+        stack = jnp.stack([jnp.full_like(weight, jnp.nan), weight])
+        return grouped.multiply(x, stack, 1, group_sizes, vmem=None, interpret=how, size=8)
+
+    return interpret(multiply, given)
 
 
 def right(op, given, out):
@@ -149,13 +153,15 @@ def projection(kind, group, *, k=96, zeros=False, bias=True, tokens=5, dtype="fl
     }
 
 
-def by_groups(given, interpret=True, rows=8):
+def by_groups(given, how=True):
     """The kernel in blocks of 8 rows, its weight the second of a stack."""
-    arrays = [None if x is None else jnp.asarray(x) for x in list(given.values())[:-1]]
-    x, weight, *rest = arrays
-    stack = jnp.stack([jnp.zeros_like(weight), weight])
-    how = {"vmem": None, "interpret": interpret, "rows": rows, "columns": 128}
-    return narrow.multiply(x, stack, 1, *rest, given["kind"], **how)
+
+    def multiply(x, weight, **rest):
+        stack = jnp.stack([jnp.zeros_like(weight), weight])
+        sizes = {"vmem": None, "rows": 8, "columns": 128}
+        return narrow.multiply(x, stack, 1, **rest, **sizes, interpret=how)
+
+    return interpret(multiply, given)
 
 
 FORMS = {
@@ -243,14 +249,19 @@ def narrow_choices(kind, group, k, n, *, zeros=False, dtype="float32"):
     }  # fmt: skip
 
 
-def by_narrow_experts(given, interpret=True):
+def by_narrow_experts(given, how=True):
     """The kernel in blocks of 8 rows, the layer the second of a stack."""
-    x, *pieces, bias, sizes = [
-        None if a is None else jnp.asarray(a) for a in list(given.values())[:-1]
-    ]
-    stacks = [None if p is None else jnp.stack([jnp.zeros_like(p), p]) for p in pieces]
-    how = {"vmem": None, "interpret": interpret, "size": 8}
-    return experts.multiply(x, stacks[0], 1, *stacks[1:], bias, sizes, given["kind"], **how)
+
+    def multiply(x, weight, scale, zero, bias, group_sizes, kind):
+        weight, scale, zero = (
+            None if piece is None else jnp.stack([jnp.zeros_like(piece), piece])
+            for piece in (weight, scale, zero)
+        )
+        return experts.multiply(
+            x, weight, 1, scale, zero, bias, group_sizes, kind, vmem=None, interpret=how, size=8
+        )
+
+    return interpret(multiply, given)
 
 
 NARROW_EXPERTS = {
