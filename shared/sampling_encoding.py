@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -43,10 +44,14 @@ def sampler_of(params: SamplingParams) -> Sampler:
         return "masked"
     if params.greedy:
         return "greedy"
-    # The encoded numbers decide: a top_p of 0.9999999 is off, as it rounds to 1.
-    numbers = encode_sampling(params, 0)
-    filters = numbers["top_k"] or numbers["top_p"] != ONE or numbers["min_p"] != FAR
-    return "filtered" if filters else "random"
+    return "filtered" if has_filters(encode_sampling(params, 0)) else "random"
+
+
+def has_filters(encoded: Mapping[str, int | float]) -> bool:
+    """Whether fields of `encode_sampling` ask for top-k, top-p or min-p. The encoded numbers
+    decide: a top_p of 0.9999999 is off, as it rounds to 1.
+    """
+    return bool(encoded["top_k"] or encoded["top_p"] != ONE or encoded["min_p"] != FAR)
 
 
 def encode_processors(params: SamplingParams) -> dict[str, int | float]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...ops.declare import REGISTRY
 from ...ops.namespaces import namespace
+from ...shared.sampling_encoding import has_filters
 from ...shared.step import StepInput, sampling_layout
 
 FIELDS = ("position", "seed_lo", "seed_hi", "greedy", "scale", "top_k", "top_p", "min_p")
@@ -50,5 +51,9 @@ def sample(logits: np.ndarray, scores: Any, values: dict[str, Any]) -> np.ndarra
         name: np.full(count, values[name], np.float32 if name == "scale" else np.int32)
         for name in FIELDS
     }
-    tokens: np.ndarray = REGISTRY["sample"].reference(XP, logits, scores, *columns.values(), True)
+    # In numpy they take most of the time, also where nobody asks for them.
+    filtered = not values["greedy"] and has_filters(values)
+    tokens: np.ndarray = REGISTRY["sample"].reference(
+        XP, logits, scores, *columns.values(), filtered
+    )
     return tokens

@@ -13,14 +13,16 @@ from twinfer.numerics.judging.served import Row, judge_row, judge_rows
 from twinfer.numerics.judging.streams import StreamErrors, judge_streams
 from twinfer.numerics.questions import served
 from twinfer.numerics.questions.served import check_served, chooser, workload
-from twinfer.numerics.sides import serving
+from twinfer.numerics.sides import sampling, serving
 from twinfer.numerics.sides.serving import Answer, Ask, Served, refusal
 from twinfer.numerics.sides.subject import open_subject, parse_target
+from twinfer.ops import REGISTRY
 from twinfer.serving.cli import main
 from twinfer.shared import config, kv_manager, packer, prefix_cache, xla_config
 from twinfer.shared.config import DeviceInfo
 from twinfer.shared.errors import ConfigError, RequestError
 from twinfer.shared.models import decoder
+from twinfer.shared.sampling_encoding import encode_sampling
 from twinfer.shared.sampling_params import SamplingParams
 
 ABOUT = {"side": "a", "run": "r", "requests": 1, "steps": {}, "preemptions": 0, "cached": 0}
@@ -52,6 +54,38 @@ def test_a_right_engine_passes(small_model, backend, mode):
     assert len(steps.streams) == len(loops.streams) == 3
     assert 0.0 < max(steps.streams) < 3.0
     assert "transformers" in diff.environment["definition"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "filtered"),
+    [
+        ({"temperature": 0.0, "top_k": 3}, False),
+        ({"top_p": 0.9999999}, False),
+        ({"top_k": 3}, True),
+        ({"top_p": 0.6}, True),
+        ({"min_p": 0.2}, True),
+    ],
+)
+def test_filters_that_nobody_asks_for_change_no_token(settings, filtered, monkeypatch):
+    """The sampler's definition leaves them out, which takes half as long."""
+    asked, reference = [], REGISTRY["sample"].reference
+
+    def noted(*arguments):
+        asked.append(arguments[-1])
+        return reference(*arguments)
+
+    monkeypatch.setattr(sampling, "REGISTRY", {"sample": SimpleNamespace(reference=noted)})
+    logits = np.random.default_rng(0).normal(size=(40, 30)).astype(np.float32)
+    scores = REGISTRY["quantize_logits"].reference(sampling.XP, logits)
+    values = encode_sampling(SamplingParams(**settings), 5) | {"position": 7}
+    tokens = sampling.sample(logits, scores, values)
+    assert asked == [filtered]
+    columns = [np.full(40, values[name]) for name in sampling.FIELDS]
+    columns = [c.astype(np.float32 if c.dtype.kind == "f" else np.int32) for c in columns]
+    want = reference(sampling.XP, logits, scores, *columns, True)
+    np.testing.assert_array_equal(tokens, want)
+    plain = reference(sampling.XP, logits, scores, *columns, False)
+    assert (plain != want).any() == filtered, "the settings would not show it"
 
 
 def test_the_configuration_says_what_an_engine_has_not(small_model, monkeypatch):
