@@ -32,7 +32,8 @@ class Silence:
 
     def end(self) -> None:
         """It was heard of."""
-        self._heard = time.monotonic()
+        self.heard = time.monotonic()
+        """When it was heard of last, by `time.monotonic`."""
         self.excused = 0.0
         """Of the seconds since then, those that are no silence of its own, by what was seen."""
 
@@ -46,18 +47,18 @@ class Silence:
         self._ran = min(now, self._ran + held_up) if pid is not None and is_stopped(pid) else now
         self.stopped = now - self._ran
         starved = 0.0
-        if pid is None or now - self._heard < quiet_s:
+        if pid is None or now - self.heard < quiet_s:
             self._starvation = None
         else:
             self._starvation = self._starvation or Starvation(pid)
             starved = self._starvation.look()
-        self.excused = min(self.excused + max(held_up, starved), now - self._heard)
+        self.excused = min(self.excused + max(held_up, starved), now - self.heard)
 
     @property
     def seconds(self) -> float:
         """How long it lasts."""
         now = time.monotonic()
-        return now - self._heard - self.excused - self._held_up(now)
+        return now - self.heard - self.excused - self._held_up(now)
 
     def _held_up(self, now: float) -> float:
         return max(0.0, now - self._looked - HELD_UP_S)

@@ -32,6 +32,7 @@ from ..shared.executor.messages import Beat, Call, Done, Failed, Keys, Report, d
 from ..shared.executor.rank import checkpoint_digest, digest_of, failure
 from ..shared.models.config import ModelConfig
 from ..shared.progress import Progress, silent
+from ..shared.starvation import Silence
 from ..shared.step import StepInput, StepOutput
 from ..shared.waiting import waiting
 from ..shared.worker import ProgramReport, StepHandle, Worker
@@ -86,23 +87,26 @@ def end_process(why: str) -> None:
 
 class Watch:
     """Gives signs of life, and loses a host that was heard once and then was silent for too
-    long.
+    long. While this process is stopped itself, or held up, nobody is silent: what the others say
+    waits to be read.
     """
 
     def __init__(self, lose: Callable[[str], None], beat: Callable[[], None]) -> None:
-        self._heard: dict[int, float] = {}
+        self._silences: dict[int, Silence] = {}
         self._lose, self._beat = lose, beat
+        self.has_lost = False
+        """Whether a host was lost."""
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def heard(self, host: int) -> None:
         """A host has given a sign of life."""
-        self._heard[host] = time.monotonic()
+        self._silences.setdefault(host, Silence()).end()
 
     def all_heard_since(self, then: float) -> bool:
         """Whether every host that was ever heard has given a sign of life since then."""
-        return all(last > then for last in list(self._heard.values()))
+        return all(silence.heard > then for silence in list(self._silences.values()))
 
     def stop(self) -> None:
         """Nobody is waited for any more."""
@@ -112,10 +116,11 @@ class Watch:
     def _run(self) -> None:
         while not self._done.wait(BEAT_S):
             self._beat()
-            now = time.monotonic()
-            for host, last in list(self._heard.items()):
-                if now - last > SILENT_S:
-                    self._lose(f"host {host} gave no sign of life for {now - last:.0f} s")
+            for host, silence in list(self._silences.items()):
+                silence.look(None, SILENT_S)
+                if (seconds := silence.seconds) > SILENT_S:
+                    self._lose(f"host {host} gave no sign of life for {seconds:.0f} s")
+                    self.has_lost = True
 
 
 def interface(address: str) -> tuple[str, int]:
@@ -293,9 +298,8 @@ class FirstHost:
             yield
         except Exception:
             met = time.monotonic()
-            while time.monotonic() < met + SILENT_S + 2 * BEAT_S:
-                if self._watch.all_heard_since(met):
-                    break
+            # Each is heard of in the end, or lost.
+            while not (self._watch.all_heard_since(met) or self._watch.has_lost):
                 time.sleep(BEAT_S / 10)
             raise
 
