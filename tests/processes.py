@@ -6,6 +6,7 @@ conftest.py has every Python process of a test write the stacks of its threads w
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ import pytest
 
 SHOWN = 12_000
 """Characters of what a process has written, the last ones."""
-ABORT_S = 5.0
+ABORT_S = 30.0
 """How long a process may take to write its stacks."""
 
 
@@ -68,7 +69,9 @@ def abort(*pids: int) -> None:
     """End processes and all that they have started; each writes its stacks to its standard error
     first.
 
-    All are stopped before the first of them ends, so that none reacts to the end of another.
+    All are stopped before the first of them ends, so that none reacts to the end of another: of one
+    that is continued, the main thread, which mostly waits for that, meets the signal before it goes
+    on. Sent to the whole process, another thread might take it.
     """
     everyone: list[int] = []
     waiting = list(pids)
@@ -78,7 +81,7 @@ def abort(*pids: int) -> None:
         everyone.append(pid)
         waiting += children(pid)
     for pid in reversed(everyone):  # some die with who has started them
-        _signal(pid, signal.SIGABRT)
+        ctypes.CDLL(None).tgkill(pid, pid, signal.SIGABRT)
         _signal(pid, signal.SIGCONT)
         end = time.monotonic() + ABORT_S
         while is_running(pid) and time.monotonic() < end:
