@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Generator, Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 for _name, _value in {
     "JAX_PLATFORMS": "cpu",
@@ -40,7 +40,10 @@ for _name, _value in {
 
 STARTED = time.monotonic()
 
-settings.register_profile("ci", derandomize=True, deadline=None)
+# How long examples take is the machine's affair, and no fault of theirs.
+settings.register_profile(
+    "ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 # pytest --hypothesis-profile=explore
 settings.register_profile("explore", max_examples=1000, deadline=None)
 settings.load_profile("ci")

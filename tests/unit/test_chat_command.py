@@ -35,7 +35,7 @@ class Slow(BaseHTTPRequestHandler):
             self._tell(" ended")
             self.wfile.write(b"data: [DONE]\n\n")
         else:
-            self.go_on.wait(20)
+            self.go_on.wait(600)
 
     def _tell(self, text):
         event = {"choices": [{"delta": {"content": text}}]}
@@ -81,7 +81,7 @@ def test_an_interrupt_stops_an_answer_and_the_end_of_input_leaves(slow):
 
     def wait_for(text):
         nonlocal seen
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while text not in seen and time.monotonic() < end:
             seen += os.read(ours, 4096)
         assert text in seen
@@ -96,7 +96,7 @@ def test_an_interrupt_stops_an_answer_and_the_end_of_input_leaves(slow):
     wait_for(b"be[31mgun ended")
     wait_for(b"> ")
     os.write(ours, b"\x04")
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
     os.close(ours)
     (key, first), (_, second) = Slow.asked
     assert (key, first["seed"], first["model"]) == ("Bearer k", 3, "m")

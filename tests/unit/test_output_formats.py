@@ -351,12 +351,12 @@ def test_tags_without_an_end_take_linear_time(form):
     middle = "</arg_key><arg_value>" if form == "glm45" else ""
     for more in ("<", "\n", "</par", "x"):
         parser = OutputParser(form)
-        began = time.perf_counter()
+        began = time.thread_time()  # of this thread's work, whoever else has the processors
         parser.push(begin[form])
         for piece in [middle, *[more] * 50_000]:
             parser.push(piece)
         parser.finish("length")
-        assert time.perf_counter() - began < 5
+        assert time.thread_time() - began < 5
 
 
 def test_a_call_cut_off_is_partial():

@@ -464,7 +464,7 @@ def test_a_client_that_does_not_read_is_left():
             await never()
 
     stream = EventStream(events(), lambda: ended.append(1), write_s=0.05)
-    asyncio.run(asyncio.wait_for(stream({}, never, send), 5))
+    asyncio.run(asyncio.wait_for(stream({}, never, send), 60))
     assert ended == [1]
 
 
@@ -480,9 +480,11 @@ def test_a_client_that_leaves_ends_its_stream(begun):
             closed.append(1)
 
     async def check():
-        gone = asyncio.Event()
+        gone, sending = asyncio.Event(), asyncio.Event()
 
         async def send(message):
+            if not begun or message["type"] == "http.response.body":
+                sending.set()
             if not begun:
                 await never()
 
@@ -493,9 +495,9 @@ def test_a_client_that_leaves_ends_its_stream(begun):
         task = asyncio.create_task(
             EventStream(events(), lambda: ended.append(1))({}, receive, send)
         )
-        await asyncio.sleep(0.02)
+        await asyncio.wait_for(sending.wait(), 60)
         gone.set()
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, 60)
 
     asyncio.run(check())
     assert ended == [1]
@@ -652,10 +654,10 @@ def test_texts_of_a_body_are_not_counted(text):
 
 def test_half_a_text_is_read_once():
     """Each of its quotes could begin one."""
-    start = time.monotonic()
+    start = time.thread_time()  # of its work, whoever else has the processors
     with pytest.raises(RequestError, match="is no JSON"):
         read_json(b'[1,"' + b'\\",[' * 2_000_000)
-    assert time.monotonic() - start < 5
+    assert time.thread_time() - start < 5
 
 
 def test_depth_is_bounded():

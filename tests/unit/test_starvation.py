@@ -222,12 +222,16 @@ def test_a_real_process_that_waits_and_one_that_sleeps():
             os.sched_setaffinity(process.pid, [cpu])
         os.setpriority(os.PRIO_PROCESS, busy[0].pid, 19)
         idle.stdout.readline()
+        end = time.monotonic() + 60
+        while starvation._state(starvation.SYSTEM / str(idle.pid)) != "S":
+            assert time.monotonic() < end
+            time.sleep(0.01)
         time.sleep(1)
         waits, sleeps = Starvation(busy[0].pid), Starvation(idle.pid)
         assert waits.look() == sleeps.look() == 0
         # A wait counts once it is over, and on a busy machine one may last longer than a second.
         waited, slept, start = 0.0, 0.0, time.monotonic()
-        while waited < 1 and time.monotonic() - start < 20:
+        while waited < 1 and time.monotonic() - start < 60:
             time.sleep(0.5)
             waited, slept = waited + waits.look(), slept + sleeps.look()
         assert waited >= 1
