@@ -149,7 +149,14 @@ def test_what_begins_each_text_stays_before_its_end(kept, read):
 
 
 def test_others_run_while_many_short_texts_are_encoded():
-    server = Server(Settings(["m"], TOKENIZER, SamplingParams(), FORMATS["none"]), None, None)
+    others_ran = threading.Event()
+
+    class Waits:
+        def encode(self, *arguments):
+            assert others_ran.wait(60)
+            return TOKENIZER.encode(*arguments)
+
+    server = Server(Settings(["m"], Waits(), SamplingParams(), FORMATS["none"]), None, None)
     text = "def f(x): " * 300
 
     async def run():
@@ -157,6 +164,8 @@ def test_others_run_while_many_short_texts_are_encoded():
         encoding = asyncio.create_task(server._encode([text] * 200, True, None))
         while not encoding.done():
             others += 1
+            if others > 3:
+                others_ran.set()
             await asyncio.sleep(0.001)
         assert await encoding == [TOKENIZER.encode(text)] * 200
         return others
@@ -415,13 +424,13 @@ def test_large_texts_are_split_one_after_the_other(path, body, monkeypatch):
 
     def encode(text, *_):
         if len(text) < LARGE // 2:
-            assert begun.wait(10)
+            assert begun.wait(60)
             ended.set()
             return [1]
         now["split"] += 1
         now["most"] = max(now["most"], now["split"])
         begun.set()
-        assert ended.wait(10)
+        assert ended.wait(60)
         time.sleep(0.02)
         now["split"] -= 1
         raise PromptTooLong("prompt", "too long")
