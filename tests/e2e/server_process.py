@@ -31,6 +31,22 @@ if any("server.child" in word for word in sys.orig_argv):
 """
 
 
+FEW = 8
+"""Tokens that a held engine gives to each request."""
+HELD = """
+            def goes_on():
+                requests = self.scheduler.requests.values()
+                running = [request for request in requests if request.state == "running"]
+                few = any(len(request.output) < FEW for request in running)
+                return few or (len(running) < len(requests) and self.scheduler.table.num_free)
+            if os.path.exists(GO):
+                {then}
+            elif not (self._updates or goes_on()):
+                time.sleep(0.005)
+                return []
+"""
+
+
 @contextlib.contextmanager
 def _signals_heeded():
     """Who runs the tests may ignore some, as `nohup` does, and what is started would inherit that;
@@ -82,6 +98,13 @@ class Server:
                 break
             time.sleep(0.02)
         raise AssertionError(f"not ready: {self.aborted()}")
+
+    def wait_said(self, words, seconds=60):
+        """Wait until it has said that."""
+        end = time.monotonic() + seconds
+        while words not in self.log:
+            assert time.monotonic() < end, f"has not said {words!r}: {self.aborted()}"
+            time.sleep(0.02)
 
     def wait_exit(self, seconds=30):
         try:
@@ -158,6 +181,14 @@ def fault(folder, what, step):
     (folder / "sitecustomize.py").write_text(FAULTS.replace("{what}", what))
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths), "FAULT_STEP": str(step)}
+
+
+def held(folder, then="pass"):
+    """The environment of a server whose engine gives each request its first tokens alone, so that
+    none ends, until there is a file `go` in the folder: from then on it does `then` at each step.
+    """
+    what = HELD.replace("{then}", then).replace("GO", repr(str(folder / "go")))
+    return fault(folder, what.replace("FEW", str(FEW)), 1)
 
 
 def gone(pid, seconds=10):

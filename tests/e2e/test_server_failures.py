@@ -22,7 +22,7 @@ import pytest
 
 from ..processes import crowded
 from .kv_canary import FAULTS, watched
-from .server_process import fault, gone, served
+from .server_process import fault, gone, held, served
 
 BODY = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
 FLAGS = ["--backend", "torch", "--device", "cpu"]
@@ -54,13 +54,11 @@ class Stream(threading.Thread):
 
 
 def test_a_failed_step_ends_all_streams_with_an_error_and_the_server_with_70(tmp_path):
-    asked = tmp_path / "break"
-    what = f"if os.path.exists({str(asked)!r}): raise ValueError('broken')"
-    with served(*FLAGS, env=fault(tmp_path, what, 1)) as server:
+    with served(*FLAGS, env=held(tmp_path, "raise ValueError('broken')")) as server:
         engine = server.engine_pid()
         streams = [Stream(server, prompt=f"x{i}", max_tokens=900) for i in range(3)]
         assert all(stream.begun.wait(30) for stream in streams)
-        asked.touch()
+        (tmp_path / "go").touch()
         for stream in streams:
             stream.join(30)
             assert '"error"' in stream.lines[-2]
@@ -119,8 +117,7 @@ def test_a_cache_that_is_too_small_makes_some_give_way_and_changes_nothing():
 )
 def test_an_engine_that_is_killed(tmp_path, number):
     """Streams end with an error, which OpenAI's client raises; a response with its own event."""
-    slowly = fault(tmp_path, "time.sleep(0.005)", 1)  # none ends before the engine does
-    with served(*FLAGS, env=slowly) as server, server.openai() as client:
+    with served(*FLAGS, env=held(tmp_path)) as server, server.openai() as client:
         stream = Stream(server, max_tokens=900)
         call = {"model": "demo", "stream": True, "extra_body": {"ignore_eos": True}}
         turns = [{"role": "user", "content": "x"}]
@@ -262,8 +259,8 @@ def test_no_engine_outlives_its_front(number, tmp_path):
         engine = server.engine_pid()
         Stream(server).begun.wait(20)
         server.process.send_signal(number)
-        time.sleep(0.3)
         if number in GENTLE:
+            server.wait_said("going down")
             server.process.send_signal(number)  # the first one waits for the request
         assert server.wait_exit() == (0 if number in GENTLE else -number)
         assert gone(engine)
@@ -292,19 +289,19 @@ def test_no_engine_outlives_a_start_that_is_interrupted(number, after):
 
 
 @pytest.mark.slow
-def test_no_engine_outlives_a_front_that_is_killed_in_its_drain():
-    with served(*FLAGS) as server:
+def test_no_engine_outlives_a_front_that_is_killed_in_its_drain(tmp_path):
+    with served(*FLAGS, env=held(tmp_path)) as server:
         engine = server.engine_pid()
         assert Stream(server, n=8).begun.wait(20)
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
+        server.wait_said("going down")
         server.process.send_signal(signal.SIGKILL)
         assert server.wait_exit() == -signal.SIGKILL
         assert gone(engine)
 
 
-def test_a_drain_lets_requests_end_and_takes_no_more():
-    with served(*FLAGS) as server:
+def test_a_drain_lets_requests_end_and_takes_no_more(tmp_path):
+    with served(*FLAGS, env=held(tmp_path)) as server:
         stream = Stream(server, max_tokens=900)
         assert stream.begun.wait(20)
         with server.client() as client:
@@ -320,6 +317,7 @@ def test_a_drain_lets_requests_end_and_takes_no_more():
             known.completions.create(model="demo", prompt="x")
         assert error.value.status_code == 503
         assert error.value.response.headers["retry-after"]
+        (tmp_path / "go").touch()
         stream.join(30)
         assert stream.lines[-1] == "data: [DONE]"
         assert '"length"' in stream.lines[-2]
@@ -327,12 +325,12 @@ def test_a_drain_lets_requests_end_and_takes_no_more():
 
 
 @pytest.mark.slow
-def test_a_second_signal_waits_for_nothing():
-    with served(*FLAGS) as server:
+def test_a_second_signal_waits_for_nothing(tmp_path):
+    with served(*FLAGS, env=held(tmp_path)) as server:
         stream = Stream(server, n=8, max_tokens=900)
         assert stream.begun.wait(20)
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        server.wait_said("going down")
         assert server.process.poll() is None
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_exit(8) == 0
@@ -418,8 +416,9 @@ def test_a_file_in_the_place_of_a_socket_is_not_removed(tmp_path):
     assert path.read_text() == "mine"
 
 
-def test_the_end_of_a_request_is_logged_without_its_texts():
-    with served(*FLAGS, "--log-requests", "--log-format", "json") as server:
+def test_the_end_of_a_request_is_logged_without_its_texts(tmp_path):
+    flags = ["--log-requests", "--log-format", "json"]
+    with served(*FLAGS, *flags, env=held(tmp_path)) as server:
         with server.client() as client:
             headers = {"x-request-id": "mine"}
             body = BODY | {"prompt": "a secret", "max_tokens": 5}
@@ -536,7 +535,7 @@ def test_who_runs_it_has_a_socket_of_their_own(tmp_path):
     path = tmp_path / "admin.sock"
     flags = ["--admin-uds", str(path), "--api-key", "one", "--max-num-seqs", "1"]
     key = {"authorization": "Bearer one"}
-    with served(*FLAGS, *flags) as server:
+    with served(*FLAGS, *flags, env=held(tmp_path)) as server:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         transport = httpx.HTTPTransport(uds=str(path))
         with (
@@ -609,11 +608,15 @@ def test_keys_do_not_share_prefixes():
 
 
 @pytest.mark.slow
-def test_more_than_may_wait_is_refused_and_the_rest_is_served():
+def test_more_than_may_wait_is_refused_and_the_rest_is_served(tmp_path):
     flags = ["--max-num-seqs", "2", "--max-num-queued-reqs", "4", "--max-num-queued-tokens", "500"]
-    with served(*FLAGS, *flags) as server:
-        # So long that the first ones have not ended when the last ones come.
+    with served(*FLAGS, *flags, env=held(tmp_path)) as server:
         streams = [Stream(server, max_tokens=600) for _ in range(24)]
+        end = time.monotonic() + 60
+        while sum(stream.is_alive() for stream in streams) > 6:  # the others are refused
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        (tmp_path / "go").touch()
         for stream in streams:
             stream.join(60)
         refused = [s for s in streams if s.status == 503]

@@ -57,13 +57,18 @@ def test_a_server_whose_words_nobody_reads_serves_on(closed, tmp_path):
     transport = httpx.HTTPTransport(uds=str(door))
     with (
         subprocess.Popen(command, stderr=subprocess.PIPE) as server,
-        httpx.Client(transport=transport, base_url="http://x", timeout=30) as client,
+        httpx.Client(transport=transport, base_url="http://x", timeout=180) as client,
     ):
+
+        def is_ready():
+            with contextlib.suppress(httpx.ConnectError):  # it is bound, and does not listen yet
+                return door.exists() and client.get("/ready").status_code == 200
+
         try:
             server.stderr.readline()
             server.stderr.close()
-            end = time.monotonic() + 60
-            while not door.exists() or client.get("/ready").status_code != 200:
+            end = time.monotonic() + 180
+            while not is_ready():
                 assert server.poll() is None
                 assert time.monotonic() < end
                 time.sleep(0.05)
