@@ -23,7 +23,7 @@ from twinfer.shared.sampling_params import SamplingParams
 
 from ..processes import children, run
 from .conftest import build
-from .server_process import gone, served
+from .server_process import gone, held, served
 from .test_server_failures import Stream
 
 KINDS = [
@@ -285,10 +285,10 @@ def ranks_of(engine):
     ("rank", "number", "words"),
     [(0, signal.SIGKILL, "rank 0 was ended by SIGKILL"), (1, signal.SIGSTOP, "rank 1 was stopped")],
 )
-def test_a_lost_rank_ends_streams_and_server(rank, number, words):
+def test_a_lost_rank_ends_streams_and_server(rank, number, words, tmp_path):
     """50 streams get an error, the server leaves with 70 and one line why, and nothing is left."""
     flags = ["--backend", "torch", "--device", "cpu", "--tp", "2", "--max-num-seqs", "50"]
-    with served(*flags) as server:
+    with served(*flags, env=held(tmp_path)) as server:
         engine = server.engine_pid()
         started, ranks = children(engine), ranks_of(engine)
         assert len(ranks) == 2

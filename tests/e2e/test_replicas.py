@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from .server_process import gone, served
+from .server_process import gone, held, served
 from .test_ranks import children
 from .test_server_failures import Stream
 
@@ -22,12 +22,13 @@ def engines(server):
 
 
 @pytest.mark.slow
-def test_one_engine_is_killed_and_the_others_streams_do_not_notice():
-    with served(*FLAGS, "--data-parallel-size", "2") as server:
+def test_one_engine_is_killed_and_the_others_streams_do_not_notice(tmp_path):
+    with served(*FLAGS, "--data-parallel-size", "2", env=held(tmp_path)) as server:
         first, second = engines(server)
         streams = [Stream(server, prompt=f"x{i}" * 3, max_tokens=200) for i in range(12)]
         assert all(stream.begun.wait(60) for stream in streams[:4])
         os.kill(first, signal.SIGKILL)
+        (tmp_path / "go").touch()
         for stream in streams:
             stream.join(120)
             assert stream.lines[-1] == "data: [DONE]"

@@ -142,8 +142,8 @@ def test_an_engine_that_is_killed(tmp_path, number):
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_stopped_is_given_up():
-    with served(*FLAGS, "--hang-timeout", "2") as server:
+def test_an_engine_that_is_stopped_is_given_up(tmp_path):
+    with served(*FLAGS, "--hang-timeout", "2", env=held(tmp_path)) as server:
         engine = server.engine_pid()
         stream = Stream(server)
         assert stream.begun.wait(20)
