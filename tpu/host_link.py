@@ -94,8 +94,7 @@ class Watch:
     def __init__(self, lose: Callable[[str], None], beat: Callable[[], None]) -> None:
         self._silences: dict[int, Silence] = {}
         self._lose, self._beat = lose, beat
-        self.has_lost = False
-        """Whether a host was lost."""
+        self._has_lost = False
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -107,6 +106,11 @@ class Watch:
     def all_heard_since(self, then: float) -> bool:
         """Whether every host that was ever heard has given a sign of life since then."""
         return all(silence.heard > then for silence in list(self._silences.values()))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody is waited for any more: a host was lost, or it was stopped."""
+        return self._has_lost or self._done.is_set()
 
     def stop(self) -> None:
         """Nobody is waited for any more."""
@@ -120,7 +124,7 @@ class Watch:
                 silence.look(None, SILENT_S)
                 if (seconds := silence.seconds) > SILENT_S:
                     self._lose(f"host {host} gave no sign of life for {seconds:.0f} s")
-                    self.has_lost = True
+                    self._has_lost = True
 
 
 def interface(address: str) -> tuple[str, int]:
@@ -299,7 +303,7 @@ class FirstHost:
         except Exception:
             met = time.monotonic()
             # Each is heard of in the end, or lost.
-            while not (self._watch.all_heard_since(met) or self._watch.has_lost):
+            while not (self._watch.all_heard_since(met) or self._watch.is_over):
                 time.sleep(BEAT_S / 10)
             raise
 
