@@ -21,7 +21,21 @@ QUICKLY = {
     "xla_cpu_use_fusion_emitters": False,  # each fusion takes a context of MLIR's and its passes
     "xla_cpu_parallel_codegen_split_count": 1,
 }
-"""Options of XLA's compiler."""
+"""Options of XLA's compiler, which releases may have no more."""
+
+
+@lru_cache
+def quickly() -> dict[str, Any]:
+    """Those of `QUICKLY` that this release has."""
+
+    def has(name: str) -> bool:
+        try:
+            jax.jit(lambda x: x, compiler_options={name: QUICKLY[name]})(0)
+        except jax.errors.JaxRuntimeError:
+            return False
+        return True
+
+    return {name: value for name, value in QUICKLY.items() if has(name)}
 
 
 @lru_cache(maxsize=1)
@@ -29,7 +43,7 @@ def program(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A bound op as a program that is compiled quickly, once for each form of its arguments. That
     of the last one is kept.
     """
-    return alone(REGISTRY[op], function, QUICKLY)
+    return alone(REGISTRY[op], function, quickly())
 
 
 def run(
@@ -47,5 +61,5 @@ def interpret(function: Callable[..., Any], given: Mapping[str, Any], **options:
     """
     arrays = {name: jnp.asarray(x) for name, x in given.items() if hasattr(x, "shape")}
     rest = {name: x for name, x in given.items() if name not in arrays} | options
-    traced = jax.jit(lambda arrays: function(**arrays, **rest), compiler_options=QUICKLY)
+    traced = jax.jit(lambda arrays: function(**arrays, **rest), compiler_options=quickly())
     return traced(arrays)
