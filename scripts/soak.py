@@ -57,8 +57,6 @@ FIXED = (
     {"prompt": "x = ", "max_tokens": 20, "seed": 1, "structured_outputs": FORMS[0]},
     {"prompt": "class A:\n" * 20, "max_tokens": 20, "temperature": 0},
 )
-
-
 ANSWER_S = 120
 """Within which each call has to be answered."""
 
@@ -147,7 +145,7 @@ class Soak:
         self.calls["leave"] += 1
 
     async def chat(self):
-        """A chat, sometimes with tools."""
+        """A chat, or a response."""
         draw = self._random
         messages = [{"role": "user", "content": draw.choice(PIECES) * draw.randint(1, 10)}]
         body = {"messages": messages, "max_tokens": draw.randint(1, 40)}

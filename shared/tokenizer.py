@@ -29,9 +29,9 @@ LONG = 4096
 """Characters of a text that takes more than a few milliseconds to split."""
 PIECE = 1 << 16
 """Characters of a text that is likely too long that are split at a time: they take some 20 MB."""
-CUT = 16
-"""Tokens that a piece may have for being cut off."""
-LIKELY = 8
+BOUNDARY_TOKENS = 16
+"""Tokens that a piece may have more for its ends, where words are cut."""
+CHARS_PER_TOKEN = 8
 """Characters a token, from which on a text is likely too long."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -125,7 +125,7 @@ class Tokenizer:
         if not isinstance(text, str):
             raise RequestError("prompt", f"got {type(text).__name__}, must be text")
         try:
-            if most is not None and len(text) > LIKELY * most:
+            if most is not None and len(text) > CHARS_PER_TOKEN * most:
                 self._refuse_far_too_long(text, most)
             count, ids = self._split(text, add_special_tokens, most)
         except TypeError:  # what the library says to a lone surrogate, which UTF-8 cannot hold
@@ -158,13 +158,13 @@ class Tokenizer:
 
         Where a text is cut it may have some tokens more than in one piece, never half of all.
         """
-        seen = 0
+        total = 0
         for start in range(0, len(text), PIECE):
             count, _ = self._split(text[start : start + PIECE], False, 0)
-            seen += max(count - CUT, 0)
-            if seen > 2 * most:
-                said = f"got more than {2 * most} tokens, allowed is at most {most}"
-                raise PromptTooLong("prompt", said)
+            total += max(count - BOUNDARY_TOKENS, 0)
+            if total > 2 * most:
+                message = f"got more than {2 * most} tokens, allowed is at most {most}"
+                raise PromptTooLong("prompt", message)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of a list of ids. Ids that no token has stand for nothing. Raises

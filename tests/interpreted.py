@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from twinfer.ops import REGISTRY, testing
 from twinfer.ops.bindings.jax import alone
 
-QUICKLY = {
+FAST_COMPILE = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,  # each fusion takes a context of MLIR's and its passes
     "xla_cpu_parallel_codegen_split_count": 1,
@@ -25,17 +25,17 @@ QUICKLY = {
 
 
 @lru_cache
-def quickly() -> dict[str, Any]:
-    """Those of `QUICKLY` that this release has."""
+def fast_compile_options() -> dict[str, Any]:
+    """Those of `FAST_COMPILE` that this release has."""
 
     def has(name: str) -> bool:
         try:
-            jax.jit(lambda x: x, compiler_options={name: QUICKLY[name]})(0)
+            jax.jit(lambda x: x, compiler_options={name: FAST_COMPILE[name]})(0)
         except jax.errors.JaxRuntimeError:
             return False
         return True
 
-    return {name: value for name, value in QUICKLY.items() if has(name)}
+    return {name: value for name, value in FAST_COMPILE.items() if has(name)}
 
 
 @lru_cache(maxsize=1)
@@ -43,7 +43,7 @@ def program(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A bound op as a program that is compiled quickly, once for each form of its arguments. That
     of the last one is kept.
     """
-    return alone(REGISTRY[op], function, quickly())
+    return alone(REGISTRY[op], function, fast_compile_options())
 
 
 def run(
@@ -61,5 +61,7 @@ def interpret(function: Callable[..., Any], given: Mapping[str, Any], **options:
     """
     arrays = {name: jnp.asarray(x) for name, x in given.items() if hasattr(x, "shape")}
     rest = {name: x for name, x in given.items() if name not in arrays} | options
-    traced = jax.jit(lambda arrays: function(**arrays, **rest), compiler_options=quickly())
+    traced = jax.jit(
+        lambda arrays: function(**arrays, **rest), compiler_options=fast_compile_options()
+    )
     return traced(arrays)

@@ -133,7 +133,7 @@ class Server:
         self._metrics = metrics
         self._words = Words(settings.tokenizer)
         self._created = int(time.time())
-        self._large_texts = asyncio.Lock()
+        self._large_text_lock = asyncio.Lock()
         think, tokenizer = settings.format.think, settings.tokenizer
         self._think_end = tokenizer.token_id(think[1]) if think and tokenizer else None
 
@@ -193,7 +193,7 @@ class Server:
         if isinstance(body, dict) and "messages" in body:
             chat: TokenizeChatRequest = read_fields(TokenizeChatRequest, body)
             self._accept(chat)
-            _, ids = await self._rendered(request, chat, None)
+            _, ids = await self._render_in_thread(request, chat, None)
             named = chat.return_token_strs
         else:
             text: TokenizeRequest = read_fields(TokenizeRequest, body)
@@ -257,7 +257,7 @@ class Server:
 
     def _turn(self, size: int) -> AbstractAsyncContextManager[None]:
         """What to hold while texts of `size` characters or bytes are split."""
-        return self._large_texts if size >= LARGE else nullcontext()
+        return self._large_text_lock if size >= LARGE else nullcontext()
 
     @property
     def _room(self) -> int | None:
@@ -294,7 +294,7 @@ class Server:
         front = need_tokenizer(self._settings.tokenizer).front
         return front if len(front) < kept else []
 
-    async def _rendered(
+    async def _render_in_thread(
         self, request: Request, chat: ChatRequest, most: int | None
     ) -> tuple[str, list[int]]:
         """See `_render`. Others are served meanwhile."""
@@ -366,7 +366,7 @@ class Server:
         """Sends a chat to the engine; with what makes a parser for each of its completions."""
         self._accept(chat)
         self._engine.admit(0, 0)
-        text, ids = await self._rendered(request, chat, self._longest)
+        text, ids = await self._render_in_thread(request, chat, self._longest)
         params = await self._with_words(self._params(chat, len(ids), whole_context=True), 1)
         params = self._seeded(params)
         if (bound := self._bound(chat, params, text[-TAIL:])) is not None:

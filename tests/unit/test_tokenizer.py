@@ -366,7 +366,7 @@ def test_whatever_is_short_enough_is_taken(pairs, words_alone, parts):
     text = "".join(part * times for part, times in parts)
     with (
         mock.patch.object(tokenizer, "PIECE", 40),
-        mock.patch.object(tokenizer, "LIKELY", 0),
+        mock.patch.object(tokenizer, "CHARS_PER_TOKEN", 0),
     ):
         for one in (*(ours for ours, _ in pairs), words_alone):
             ids = one.encode(text)
