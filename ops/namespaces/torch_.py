@@ -70,6 +70,13 @@ class TorchNamespace(EagerLoop):
         return base.asarray(x, dtype=dtype, device=device)
 
     @staticmethod
+    def take(x: torch.Tensor, indices: torch.Tensor, *, axis: int) -> torch.Tensor:
+        """x at indices from 0 on. The Array API's, which may count from the end, takes three more
+        launches.
+        """
+        return torch.index_select(x, axis, indices)
+
+    @staticmethod
     def accumulate(x: torch.Tensor) -> torch.Tensor:
         """x in its accumulation dtype."""
         return x if x.dtype == torch.float64 else x.to(torch.float32)
