@@ -47,6 +47,10 @@ FEW_STEPS, MANY_PROGRAMS = 4, 2.3
 """Of `tile_kernel`: blocks of k that a program of a part takes at least, and programs a processor
 beyond which k is not divided: a processor holds two with their weights on the way.
 """
+REGISTERS, MOST_REGISTERS = 128, 232
+"""Of a thread of `tile_kernel`, and where one instruction has 256 columns: their sums alone take
+128.
+"""
 MOST_HELD = 13_000_000
 """Entries of a weight for `held_kernel`. It was slower for 16 millions."""
 GAIN = 0.98
@@ -106,7 +110,7 @@ def tiles(n: int, k: int, rows: int, gated: bool, whole: bool) -> Iterator[Setti
                 if stages >= 3:
                     yield {
                         "block_n": block_n, "parts": parts, "stages": stages, "warps": 4,
-                        "registers": 128,
+                        "registers": REGISTERS if block_m <= 128 else MOST_REGISTERS,
                     }  # fmt: skip
 
 
