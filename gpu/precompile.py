@@ -90,8 +90,10 @@ def compile_together(noted: Noted, progress: Callable[[int], None]) -> None:
     if torch.cuda.is_available():
         stay = partial(torch.cuda.set_device, torch.cuda.current_device())
     failed = []
+    # A long source takes long: what began last would be waited for alone.
+    first = sorted(noted.items(), key=lambda item: len(item[1].src), reverse=True)
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), initializer=stay) as pool:
-        work = {pool.submit(make, k, data): (k, data) for (_, data), k in noted.items()}
+        work = {pool.submit(make, k, data): (k, data) for (_, data), k in first}
         for done, made in enumerate(as_completed(work)):
             if (error := made.exception()) is not None:
                 failed.append(work[made])

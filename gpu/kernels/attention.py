@@ -184,7 +184,8 @@ def _decode(
         SCALED=scales is not None, LEAST=setting["chunk"], MOST=setting["most"],
         FEW=setting.get("few", 0),
         BLOCK_G=power_of_2(shape["GROUP"], 16), BLOCK_N=setting["block_n"],
-        BLOCK_R=power_of_2(kv_lens.shape[0], 2), STAGES=setting["stages"], SPLIT=split,
+        BLOCK_R=power_of_2(kv_lens.shape[0], 2) if split == ALL.value else 2,
+        STAGES=setting["stages"], SPLIT=split,
         AHEAD=split == ALL.value and not mixed and asks_ahead(dtype_name(q), q.shape[2], tokens),
         num_warps=setting["warps"],
         **shape, **overlap(),
@@ -246,7 +247,7 @@ def _prefill_hopper(
     sums = marks = splits = out
     if parts > 1:
         sums = torch.empty((parts, *q.shape), dtype=torch.float32, device=q.device)
-        marks = torch.empty((2, parts, *q.shape[:2]), dtype=torch.float32, device=q.device)
+        marks = torch.empty((parts, *q.shape[:2], 2), dtype=torch.float32, device=q.device)
         splits = torch.empty((tokens, heads), dtype=torch.int32, device=q.device)
     lengths = {name: shape[name] for name in ("GROUP", "HEADS", "SIZE")}
     hopper_kernel[(heads, blocks + requests, parts)](
@@ -254,14 +255,13 @@ def _prefill_hopper(
         q, page_table, query_start, kv_lens, counts, out, sinks, sums, marks, splits, scale,
         soft_cap, tokens, requests, rows.shape[0], mixed, q.stride(0), q.stride(1),
         page_table.stride(0), PAGE=shape["PAGE"], BLOCK_N=setting["block_n"],
-        BLOCK_R=power_of_2(requests + 1), STAGES=setting["stages"], PARTS=parts,
+        BLOCK_R=power_of_2(requests + 1), STAGES=setting["stages"], SPLITS=parts > 1,
         LEAST=setting["least"], num_warps=4, maxnreg=REGISTERS, **lengths, **variant, **overlap(),
     )  # fmt: skip
     if parts > 1:
         merge_kernel[(tokens, heads)](
-            sums, marks, splits, counts, sinks, out, tokens, PARTS=parts,
-            SINKS=variant["SINKS"], BLOCK_G=power_of_2(shape["GROUP"]), num_warps=4, **lengths,
-            **overlap(),
+            sums, marks, splits, counts, sinks, out, tokens, SINKS=variant["SINKS"],
+            BLOCK_G=power_of_2(shape["GROUP"]), num_warps=4, **lengths, **overlap(),
         )  # fmt: skip
 
 

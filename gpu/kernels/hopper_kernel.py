@@ -170,11 +170,11 @@ def _attend(
     past, first, last, blocks, masked, whole, part, parts, tokens, factor, soft_cap, q_token_stride,
     q_head_stride, GROUP: gl.constexpr, HEADS: gl.constexpr, SIZE: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
-    CAPPED: gl.constexpr, SINKS: gl.constexpr, PARTS: gl.constexpr,
+    CAPPED: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """The rows of one group of warps. Of its blocks the first `masked` and those from `whole` on
     hold slots that not every row sees. One of several parts leaves its sums in `sums`
-    [PARTS tok head SIZE] and their maxima and weights in `marks` [2 PARTS tok head].
+    [part tok head SIZE] and their maxima and weights in `marks` [part tok head 2].
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
@@ -247,8 +247,8 @@ def _attend(
     if parts > 1:
         left = real & (token + own // GROUP < stop)
         mark = (part * tokens + token + own // GROUP) * (HEADS * GROUP) + h * GROUP + own % GROUP
-        gl.store(marks + mark, top * unit, mask=left)
-        gl.store(marks + PARTS * tokens * (HEADS * GROUP) + mark, total, mask=left)
+        gl.store(marks + 2 * mark, top * unit, mask=left)
+        gl.store(marks + 2 * mark + 1, total, mask=left)
         sum_row = gl.convert_layout(mark, gl.SliceLayout(1, OUT)).to(gl.int64) * SIZE
         sum_left = gl.convert_layout(left, gl.SliceLayout(1, OUT))
         column = gl.arange(0, SIZE, gl.SliceLayout(0, OUT))
@@ -285,14 +285,14 @@ def hopper_kernel(
     soft_cap, tokens, requests, rows, mixed, q_token_stride, q_head_stride, table_stride,
     GROUP: gl.constexpr, HEADS: gl.constexpr, SIZE: gl.constexpr, PAGE: gl.constexpr,
     WINDOW: gl.constexpr, CHUNK: gl.constexpr, SINKS: gl.constexpr, CAPPED: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_R: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_R: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
     LEAST: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Grid (HEADS, blocks, PARTS). `kv` describes the cache as [rows, 2*HEADS*SIZE]. Leaves the
+    """Grid (HEADS, blocks, parts). `kv` describes the cache as [rows, 2*HEADS*SIZE]. Leaves the
     first counts[0] tokens to the decode kernel; rows of no request become 0.
 
-    A part has LEAST blocks of slots or more. With several PARTS `splits` [tok HEADS] becomes the
-    number of parts, of which two and more are left to `merge_kernel`.
+    A part has LEAST blocks of slots or more. SPLITS: there may be several parts, and `splits`
+    [tok HEADS] becomes their number, of which two and more are left to `merge_kernel`.
     """
     BLOCK_Q: gl.constexpr = BLOCK_M // GROUP
     number = gl.program_id(0) + gl.program_id(1) * HEADS
@@ -323,7 +323,7 @@ def hopper_kernel(
         zeros = gl.zeros([BLOCK_M, SIZE], out.dtype.element_ty, IO)
         none = (r < BLOCK_Q * GROUP) & (mine < stop)
         gl.store(out + row[:, None] + d[None, :], zeros, mask=none[:, None])
-        if PARTS > 1:
+        if SPLITS:
             gl.store(splits + mine * HEADS + h, gl.full_like(mine, 1), mask=none)
         return
     past = length - stop  # position - token
@@ -336,8 +336,8 @@ def hopper_kernel(
         whole = last + 1 - gl.cdiv(oldest_seen(final - 1, WINDOW, CHUNK), BLOCK_N)
     blocks = last + 1 - first // BLOCK_N
     parts = gl.num_programs(2)  # a constant would drop what is handed on, which Triton 3.6 fails at
-    if PARTS > 1:
-        each = gl.maximum(gl.cdiv(blocks, PARTS), LEAST)
+    if SPLITS:
+        each = gl.maximum(gl.cdiv(blocks, gl.num_programs(2)), LEAST)
         parts = gl.cdiv(blocks, each)
         if part >= parts:
             return
@@ -376,13 +376,13 @@ def hopper_kernel(
                 0, q, out, sinks, sums, marks, tiles, q_tiles, bars, h, token, stop, length,
                 past, first, last, blocks, masked, whole, part, parts, tokens, factor, soft_cap,
                 q_token_stride, q_head_stride, GROUP, HEADS, SIZE, BLOCK_N, STAGES, WINDOW, CHUNK,
-                CAPPED, SINKS, PARTS,
+                CAPPED, SINKS,
             )),
             (_attend, (
                 1, q, out, sinks, sums, marks, tiles, q_tiles, bars, h, token, stop, length,
                 past, first, last, blocks, masked, whole, part, parts, tokens, factor, soft_cap,
                 q_token_stride, q_head_stride, GROUP, HEADS, SIZE, BLOCK_N, STAGES, WINDOW, CHUNK,
-                CAPPED, SINKS, PARTS,
+                CAPPED, SINKS,
             )),
             (_fetch, (
                 kv, tiles, bars, page_table, h, first, last, blocks, length, rows, SIZE, PAGE,
@@ -397,8 +397,7 @@ def hopper_kernel(
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["counts"])
 def merge_kernel(
     sums, marks, splits, counts, sinks, out, tokens, GROUP: tl.constexpr, HEADS: tl.constexpr,
-    SIZE: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr, BLOCK_G: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SIZE: tl.constexpr, SINKS: tl.constexpr, BLOCK_G: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (token, KV head): what `hopper_kernel` left of tokens of several parts."""
     t, h = tl.program_id(0), tl.program_id(1)
@@ -415,8 +414,8 @@ def merge_kernel(
     total = tl.zeros([BLOCK_G], tl.float32)
     for part in range(parts):
         row = (part * tokens + t) * (HEADS * GROUP) + h * GROUP + g
-        own_top = tl.load(marks + row, mask=real, other=float("-inf"))
-        own_total = tl.load(marks + PARTS * tokens * (HEADS * GROUP) + row, mask=real, other=0.0)
+        own_top = tl.load(marks + 2 * row, mask=real, other=float("-inf"))
+        own_total = tl.load(marks + 2 * row + 1, mask=real, other=0.0)
         place = sums + row.to(tl.int64)[:, None] * SIZE + d[None, :]
         own = tl.load(place, mask=real[:, None], other=0.0)
         best = tl.maximum(top, own_top)

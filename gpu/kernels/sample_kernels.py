@@ -522,7 +522,7 @@ def _smallest(far, weight, total, wanted, MASS: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["parts", "size"],
+    do_not_specialize=["parts", "size", "lanes"],
     do_not_specialize_on_alignment=[
         "position", "seed_lo", "seed_hi", "greedy", "scale", "top_k", "top_p", "min_p",
     ],
@@ -530,8 +530,8 @@ def _smallest(far, weight, total, wanted, MASS: tl.constexpr):
 def few_kernel(
     logits, scores, plain, bests, groups, broken, totals, chosen, listed, position, seed_lo,
     seed_hi, greedy, scale, top_k, top_p, min_p, done, out, logits_stride, row_stride, parts, size,
-    SKIPS: tl.constexpr, FEW: tl.constexpr, LISTED: tl.constexpr, VOCAB: tl.constexpr,
-    LANES: tl.constexpr, WORDS: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    lanes, SKIPS: tl.constexpr, FEW: tl.constexpr, LISTED: tl.constexpr, VOCAB: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (row): the token of rows whose filters leave a few words; `done` [row] says of which.
@@ -540,8 +540,8 @@ def few_kernel(
     the worst of those, and lie in groups whose best word is: only these groups are read. With a
     larger top-k or with none, the words that FEW groups vouch for must hold what top-p or min-p
     leaves; and LISTED words are looked at, no more. Rows of which this is not enough are not done.
-    WORDS: a group has at most as many. `chosen` [row BLOCK_GROUPS] and `listed` [row LISTED] are
-    room to work in.
+    Groups are those of `best_kernel`, `lanes` of each part; WORDS: one has at most as many.
+    `chosen` [row BLOCK_GROUPS] and `listed` [row LISTED] are room to work in.
     """
     wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
@@ -560,7 +560,7 @@ def few_kernel(
     best = _best(bests + row * parts, parts, BLOCK_PARTS)
     group = tl.arange(0, BLOCK_GROUPS)
     of_group = tl.load(
-        groups + row * parts * LANES + group, mask=group < parts * LANES, other=LEAST
+        groups + row * parts * lanes + group, mask=group < parts * lanes, other=LEAST
     )
     few = _is_few(k, FEW)
     bound = _largest(of_group, tl.where(few, k, FEW))
@@ -574,11 +574,11 @@ def few_kernel(
     listed += row * LISTED
     scores += row * row_stride
     count = tl.zeros((), tl.int32)
-    each, step = tl.arange(0, AT_ONCE)[:, None], tl.arange(0, WORDS)[None, :] * LANES
+    each, step = tl.arange(0, AT_ONCE)[:, None], tl.arange(0, WORDS)[None, :] * lanes
     wanted = tl.sum(near, 0)
     for start in tl.range(0, wanted, AT_ONCE):
         one = tl.load(chosen + start + each, mask=start + each < wanted, other=0)
-        word = one // LANES * size + one % LANES + step
+        word = one // lanes * size + one % lanes + step
         real = (start + each < wanted) & (step < size) & (word < VOCAB)
         score = _scores(
             scores, logits + row * logits_stride, word, real, MASKED, is_plain, SKIPS

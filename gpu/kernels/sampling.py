@@ -198,7 +198,8 @@ def _sampled(
         # of one entry where nothing is written
         return torch.empty(shape if filtered else (2,), dtype=dtype, device=device)
 
-    bests, broken, keys, ids = torch.empty((4, rows, parts), dtype=torch.int32, device=device)
+    each = _in_sixteens(rows * parts)
+    bests, broken, keys, ids = torch.empty((4, each), dtype=torch.int32, device=device)
     out = torch.empty(rows, dtype=torch.int32, device=device)
     marks = out if plain is None else plain
     lanes = max(1, min(block, setting["groups"] // power_of_2(parts)))
@@ -208,7 +209,7 @@ def _sampled(
         BLOCK=block, LANES=lanes, FILTERED=filtered, num_warps=warps, **reads, **launch,
     )  # fmt: skip
     sums = room(2, rows, LEVELS.value, parts, COLUMNS.value, dtype=torch.int64)
-    found = room(2, rows, LEVELS.value)
+    found = room(2, _in_sixteens(rows * LEVELS.value))
     limits = sums[0], found[0], sums[1], found[1]
     if filtered:
         totals = room(rows, parts, dtype=torch.int64)
@@ -228,7 +229,7 @@ def _sampled(
         few_kernel[(rows,)](
             logits, scores, marks, bests, groups, broken, totals, room(rows, width),
             room(rows, setting["listed"]), *draws, *filters, done, out, *strides, parts, size,
-            FEW=setting["few"], LISTED=setting["listed"], LANES=lanes,
+            lanes, FEW=setting["few"], LISTED=setting["listed"],
             WORDS=power_of_2(triton.cdiv(size, lanes)), BLOCK_GROUPS=width,
             **reads, **split | {"num_warps": setting["few_warps"]},
         )  # fmt: skip
@@ -244,6 +245,13 @@ def _sampled(
         **split,
     )  # fmt: skip
     return out
+
+
+def _in_sixteens(count: int) -> int:
+    """So many integers, of 4 bytes, as fill pieces of 16: what lies behind them begins at such a
+    place, and needs no kernel of its own.
+    """
+    return triton.cdiv(count, 4) * 4
 
 
 def _takes_penalised_sample(

@@ -975,9 +975,9 @@ def test_triton_merges_parts(kernels, device, sinks):
     rng = generator("merge")
     tokens, heads, group, size, most = 5, 2, 3, 16, 4
     sums = rng.standard_normal((most, tokens, heads * group, size)).astype(np.float32)
-    marks = rng.standard_normal((2, most, tokens, heads * group)).astype(np.float32) ** 2
-    marks[0, 1, :, 0] = -np.inf
-    marks[1, 1, :, 0] = sums[1, :, 0] = 0
+    marks = rng.standard_normal((most, tokens, heads * group, 2)).astype(np.float32) ** 2
+    marks[1, :, 0] = -np.inf, 0
+    sums[1, :, 0] = 0
     splits = np.array([[2, 2], [1, 4], [3, 0], [4, 4], [2, 3]], np.int32)
     sink = np.linspace(-1, 1, heads * group).astype(np.float32)
     out = np.full((tokens, heads * group, size), 7.0, np.float32)
@@ -987,14 +987,14 @@ def test_triton_merges_parts(kernels, device, sinks):
         for head in range(heads * group):
             parts = splits[t, head // group]
             if parts > 1:
-                share = np.exp2(marks[0, :parts, t, head].astype(np.float64))
-                total = (share * marks[1, :parts, t, head]).sum()
+                top, held = marks[:parts, t, head].astype(np.float64).T
+                share = np.exp2(top)
+                total = (share * held).sum()
                 total += np.exp(float(sink[head])) if sinks else 0.0
                 want[t, head] = share @ sums[:parts, t, head].astype(np.float64) / total
     on = [torch.from_numpy(x).to(device) for x in (sums, marks, splits, counts, sink, out)]
     merge_kernel[(tokens, heads)](
-        *on, tokens, GROUP=group, HEADS=heads, SIZE=size, PARTS=most, SINKS=sinks, BLOCK_G=4,
-        OVERLAP=0,
+        *on, tokens, GROUP=group, HEADS=heads, SIZE=size, SINKS=sinks, BLOCK_G=4, OVERLAP=0,
     )  # fmt: skip
     np.testing.assert_allclose(on[-1].cpu().numpy(), want, rtol=2e-6, atol=1e-6)
 

@@ -4,6 +4,7 @@ shows what they compute, takes programs that the compiler refuses.
 
 import json
 import threading
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -516,6 +517,83 @@ def text_kernel(out, TEXT: triton.language.constexpr):
         triton.language.store(out, 1)
 
 
+def nothing(*shape, dtype=torch.int32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def kernels_of(noted):
+    return Counter(kernel.fn.__name__ for kernel in noted.values())
+
+
+def test_samplers_of_all_sizes_share_their_kernels(driver):
+    """A cold start compiles each: those that find few words take a second of a core."""
+    from twinfer.gpu.kernels import sampling
+    from twinfer.gpu.precompile import kernels_noted
+
+    vocab = 151_936
+    with kernels_noted() as noted:
+        for rows in (1, 2, 3, 7, 8, 56, 64, 100, 256):
+            scores = nothing(rows, vocab)
+            logits = nothing(rows, vocab, dtype=torch.float32)
+            draws, filters = [nothing(rows)] * 3, [nothing(rows)] * 5
+            for filtered in (False, True):
+                sampling.sample(logits, scores, *draws, *filters, filtered)
+    kernels = kernels_of(noted)
+    assert kernels["best_kernel"] <= 2 * 8
+    assert kernels == {
+        "best_kernel": kernels["best_kernel"], "total_kernel": 1, "few_kernel": 2,
+        "narrow_kernel": 2, "draw_kernel": 2,
+    }  # fmt: skip
+
+
+def test_prompts_of_all_sizes_share_their_kernels(driver):
+    """One for prompts that are split among programs, and one for others."""
+    from twinfer.gpu.kernels import attention
+    from twinfer.gpu.precompile import kernels_noted
+
+    kv = nothing(40, 64, 4, 128, dtype=torch.bfloat16)
+    grids = []
+    with kernels_noted() as noted:
+        for tokens in (64, 200, 300, 512, 1024, 8192):
+            q = nothing(tokens, 8, 128, dtype=torch.bfloat16)
+            lengths = nothing(8, 32), nothing(9), nothing(8), nothing(2)
+            attention.paged_attention(q, kv, *lengths, 0.1, 0, 0.0, tokens)
+            blocks = -(-tokens // 32)
+            grids.append(max(1, min(8, 132 // (blocks * 2))))
+    assert len(set(grids)) > 3  # numbers of parts
+    assert kernels_of(noted) == {"decode_kernel": 1, "hopper_kernel": 2, "merge_kernel": 1}
+
+
+def test_few_requests_of_all_sizes_share_their_kernel(driver):
+    """Where each request is divided by itself, nothing is looked up among the others."""
+    from twinfer.gpu.kernels import attention
+    from twinfer.gpu.precompile import kernels_noted
+
+    kv = nothing(40, 64, 4, 128, dtype=torch.bfloat16)
+    with kernels_noted() as noted:
+        for requests in (1, 2, 3, 4):
+            q = nothing(requests, 8, 128, dtype=torch.bfloat16)
+            lengths = (
+                nothing(requests, 32), nothing(requests + 1), nothing(requests), nothing(2),
+            )  # fmt: skip
+            attention.paged_attention(q, kv, *lengths, 0.1, 0, 0.0, 1)
+    assert kernels_of(noted) == {"decode_kernel": 1}
+
+
+def test_what_takes_longest_is_compiled_first(monkeypatch):
+    """By the length of its source: a kernel that came last would be waited for alone."""
+    from twinfer.gpu import precompile
+
+    monkeypatch.setattr(precompile, "THREADS", 1)
+    asked = []
+    noted = {
+        (n, str(length)): SimpleNamespace(src="x" * length, preload=asked.append)
+        for n, length in enumerate((3, 9, 1, 5))
+    }
+    precompile.compile_together(noted, lambda done: None)
+    assert asked[:4] == ["9", "5", "3", "1"]
+
+
 def test_a_constant_that_a_dtype_is_called_like_is_not_noted(driver):
     from twinfer.gpu.precompile import kernels_noted
 
@@ -541,7 +619,7 @@ def test_kernels_are_loaded_on_the_gpu_that_is_current(monkeypatch):
         loaded.append(torch.cuda.current_device())
         return SimpleNamespace(run=None)
 
-    noted = {(n, "data"): SimpleNamespace(preload=preload) for n in range(40)}
+    noted = {(n, "data"): SimpleNamespace(src="", preload=preload) for n in range(40)}
     compile_together(noted, lambda done: None)
     assert loaded == [1] * 40
 
@@ -559,7 +637,7 @@ def test_what_fails_beside_others_is_compiled_once_more(failures, caplog):
         return SimpleNamespace(run=None)
 
     with caplog.at_level("INFO", "twinfer.gpu"):
-        compile_together({(1, "data"): SimpleNamespace(preload=preload)}, lambda done: None)
+        compile_together({(1, "data"): SimpleNamespace(src="", preload=preload)}, lambda done: None)
     assert asked == ["data"] * min(2, failures + 1)
     assert len(caplog.messages) == (failures == 2)
     assert all("ValueError('the cause')" in message for message in caplog.messages)
