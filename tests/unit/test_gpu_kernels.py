@@ -91,6 +91,7 @@ QUICK = " and not ".join(
         "experts_of_mxfp4[15",
         "experts_of_mxfp4[9",
         "merges_parts",
+        "blocks_ahead[float",
         "experts[bfloat16-1",
         "parts[bfloat16-reach4",
         "parts[bfloat16-reach5",

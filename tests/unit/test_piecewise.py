@@ -153,6 +153,7 @@ def test_pieces_with_experts_are_the_model_bit_by_bit():
 SMALL = Table((2, 4), (16,), 4)
 
 
+@pytest.mark.slow
 def test_inductor_compiles_each_different_piece_once(tiny):
     built = tiny.build(dataclasses.replace(EAGER, use_inductor=True), Table((2, 4), (), 4))
     assert built.counts == {"compiled": 3, "loaded": 0, "reused": 7}

@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
@@ -356,6 +356,7 @@ def of_words():
     return backend
 
 
+@settings(max_examples=40)  # of nine tokenizers each
 @given(
     st.lists(
         st.tuples(st.text("the dog <s>/▁Ġé中👩\n\t.", max_size=9), st.integers(1, 60)), max_size=9
