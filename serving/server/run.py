@@ -48,6 +48,7 @@ from .http import BoundedHttp
 from .logs import configure_logging
 from .metrics import Metrics
 from .replicas import Engines, Replicas, devices_of_replicas
+from .sockets import listening, listening_admin
 from .traces import Traces
 
 LOG = logging.getLogger("twinfer.server")
@@ -127,12 +128,12 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as held:
         if arguments.otlp_traces_endpoint is not None:
             settings.traces = held.enter_context(Traces(arguments.otlp_traces_endpoint))
-        door = held.enter_context(_bind(arguments))
+        door = held.enter_context(listening(arguments.host, arguments.port, arguments.uds))
         admin = None
         if arguments.uds:
             held.callback(Path(arguments.uds).unlink, missing_ok=True)
         if arguments.admin_uds:
-            admin = held.enter_context(_bind_admin(arguments.admin_uds))
+            admin = held.enter_context(listening_admin(arguments.admin_uds))
             held.callback(Path(arguments.admin_uds).unlink, missing_ok=True)
         runner = held.enter_context(asyncio.Runner(loop_factory=_new_loop()))
         return runner.run(_serve(arguments, config.model, options, settings, door, admin))
@@ -174,60 +175,6 @@ def _ends(form: Format, tokenizer: Tokenizer | None, known: Sequence[int]) -> tu
         return ()
     ids = (tokenizer.token_id(mark) for mark in form.messages.stops)
     return tuple(token for token in ids if token is not None and token not in known)
-
-
-def _bind(arguments: argparse.Namespace) -> socket.socket:
-    """The listening socket: taken first, so that a taken port costs no minute."""
-    if arguments.uds:
-        _remove_stale(arguments.uds)
-        door = socket.socket(socket.AF_UNIX)
-        address: Any = arguments.uds
-    else:
-        family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
-        door = socket.socket(family)
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        address = (arguments.host, arguments.port)
-    _listen(door, address, "uds" if arguments.uds else "host, port")
-    return door
-
-
-def _bind_admin(path: str) -> socket.socket:
-    """The socket of the admin's routes, which only this user may connect to."""
-    _remove_stale(path)
-    door = socket.socket(socket.AF_UNIX)
-    before = os.umask(0o177)  # from its first moment on
-    try:
-        _listen(door, path, "admin-uds")
-    finally:
-        os.umask(before)
-    return door
-
-
-def _listen(door: socket.socket, address: Any, field: str) -> None:
-    try:
-        door.bind(address)
-        door.listen(2048)
-    except OSError as error:
-        door.close()
-        raise ConfigError(
-            f"{field}: cannot listen on {address}: {error.strerror or error}"
-        ) from None
-    door.setblocking(False)
-
-
-def _remove_stale(path: str) -> None:
-    """A socket that a server left behind which was killed. One that answers stays, and what is no
-    socket, which refuses connections too.
-    """
-    if not Path(path).is_socket():
-        return
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            os.unlink(path)
-        except OSError:
-            pass
 
 
 async def _serve(
