@@ -445,8 +445,12 @@ class EngineProcess:
         self._waiting_tokens -= self._waiting.pop(number, 0)
 
     def _send(self, message: Any) -> None:
+        """Requests are registered before: one that has ended and of which nobody knows yet takes no
+        message, and `_finish` will see to what it leaves.
+        """
         if self.exit_code is None:
-            self._inbox.send(encode(message), zmq.NOBLOCK)
+            with suppress(zmq.Again):  # nobody is at the other end, as nothing else limits it
+                self._inbox.send(encode(message), zmq.NOBLOCK)
 
 
 def _started(process: subprocess.Popen[bytes] | None) -> subprocess.Popen[bytes]:

@@ -7,6 +7,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+import zmq
 
 from twinfer.serving.server import replicas
 from twinfer.serving.server.engine import Counters, EngineProcess, Limits
@@ -69,6 +70,25 @@ def test_the_longest_beginning_counts_and_salts_keep_apart():
     assert where(made, short) == where(made, long)
     other = made.add([1] * 4 + [3] * 8, PARAMS, salt="x")
     assert where(made, other) != where(made, long)
+
+
+def test_what_is_sent_to_an_engine_that_ended_unseen_is_not_lost(tmp_path):
+    """Its end is seen a moment later. Until then calls ended with an error inside of the server."""
+    made = replicas_of(2)
+    gone = made._engines[0]
+    del gone._send
+    with zmq.Context() as context, context.socket(zmq.PUSH) as inbox:
+        inbox.set_hwm(0)
+        inbox.bind(f"ipc://{tmp_path}/in")
+        gone._inbox = inbox
+        left, live = (gone.add([n] * 9, PARAMS) for n in (1, 2))
+        gone.abort(left)
+    gone._finish(70, "the engine ended with exit code 3")
+    assert where(made, live) == 1
+    assert live.error is None
+    made._engines[1]._finish(70, "the engine ended with exit code 3")
+    assert isinstance(live.error, EngineDead)
+    assert left.error is None
 
 
 def test_an_engine_with_much_more_to_do_is_passed_over():
