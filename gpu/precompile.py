@@ -91,9 +91,9 @@ def compile_together(noted: Noted, progress: Callable[[int], None]) -> None:
         stay = partial(torch.cuda.set_device, torch.cuda.current_device())
     failed = []
     # A long source takes long: what began last would be waited for alone.
-    first = sorted(noted.items(), key=lambda item: len(item[1].src), reverse=True)
+    order = sorted(noted.items(), key=lambda item: len(item[1].src), reverse=True)
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), initializer=stay) as pool:
-        work = {pool.submit(make, k, data): (k, data) for (_, data), k in first}
+        work = {pool.submit(make, k, data): (k, data) for (_, data), k in order}
         for done, made in enumerate(as_completed(work)):
             if (error := made.exception()) is not None:
                 failed.append(work[made])

@@ -198,7 +198,7 @@ def _sampled(
         # of one entry where nothing is written
         return torch.empty(shape if filtered else (2,), dtype=dtype, device=device)
 
-    each = _in_sixteens(rows * parts)
+    each = _round_to_16_bytes(rows * parts)
     bests, broken, keys, ids = torch.empty((4, each), dtype=torch.int32, device=device)
     out = torch.empty(rows, dtype=torch.int32, device=device)
     marks = out if plain is None else plain
@@ -209,7 +209,7 @@ def _sampled(
         BLOCK=block, LANES=lanes, FILTERED=filtered, num_warps=warps, **reads, **launch,
     )  # fmt: skip
     sums = room(2, rows, LEVELS.value, parts, COLUMNS.value, dtype=torch.int64)
-    found = room(2, _in_sixteens(rows * LEVELS.value))
+    found = room(2, _round_to_16_bytes(rows * LEVELS.value))
     limits = sums[0], found[0], sums[1], found[1]
     if filtered:
         totals = room(rows, parts, dtype=torch.int64)
@@ -247,9 +247,9 @@ def _sampled(
     return out
 
 
-def _in_sixteens(count: int) -> int:
-    """So many integers, of 4 bytes, as fill pieces of 16: what lies behind them begins at such a
-    place, and needs no kernel of its own.
+def _round_to_16_bytes(count: int) -> int:
+    """The number of integers of 4 bytes from `count` on that fill multiples of 16: an array behind
+    them is aligned, and needs no kernel of its own.
     """
     return triton.cdiv(count, 4) * 4
 

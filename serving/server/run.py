@@ -48,7 +48,7 @@ from .http import BoundedHttp
 from .logs import configure_logging
 from .metrics import Metrics
 from .replicas import Engines, Replicas, devices_of_replicas
-from .sockets import listening, listening_admin
+from .sockets import bind_admin_socket, bind_socket
 from .traces import Traces
 
 LOG = logging.getLogger("twinfer.server")
@@ -128,12 +128,12 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as held:
         if arguments.otlp_traces_endpoint is not None:
             settings.traces = held.enter_context(Traces(arguments.otlp_traces_endpoint))
-        door = held.enter_context(listening(arguments.host, arguments.port, arguments.uds))
+        door = held.enter_context(bind_socket(arguments.host, arguments.port, arguments.uds))
         admin = None
         if arguments.uds:
             held.callback(Path(arguments.uds).unlink, missing_ok=True)
         if arguments.admin_uds:
-            admin = held.enter_context(listening_admin(arguments.admin_uds))
+            admin = held.enter_context(bind_admin_socket(arguments.admin_uds))
             held.callback(Path(arguments.admin_uds).unlink, missing_ok=True)
         runner = held.enter_context(asyncio.Runner(loop_factory=_new_loop()))
         return runner.run(_serve(arguments, config.model, options, settings, door, admin))

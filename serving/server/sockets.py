@@ -18,7 +18,7 @@ QUEUE = 2048
 """Connections that may wait for being taken."""
 
 
-def listening(host: str, port: int, path: str | None) -> socket.socket:
+def bind_socket(host: str, port: int, path: str | None) -> socket.socket:
     """The socket of an address, or of the path of a Unix socket. Raises ConfigError."""
     if path:
         return _at_path(path, "uds")
@@ -27,7 +27,7 @@ def listening(host: str, port: int, path: str | None) -> socket.socket:
     return _listen(door, (host, port), "host, port")
 
 
-def listening_admin(path: str) -> socket.socket:
+def bind_admin_socket(path: str) -> socket.socket:
     """The socket of the admin's routes, which only this user may connect to. Raises ConfigError."""
     before = os.umask(0o177)  # from its first moment on
     try:
@@ -37,13 +37,13 @@ def listening_admin(path: str) -> socket.socket:
 
 
 def _at_path(path: str, field: str) -> socket.socket:
-    with _alone_in(Path(path).absolute().parent):
+    with _folder_lock(Path(path).absolute().parent):
         _remove_stale(path)
         return _listen(socket.socket(socket.AF_UNIX), path, field)
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def _folder_lock(folder: Path) -> Iterator[None]:
     """Let no other server take a socket in a folder within the block: one that is bound and does
     not listen yet would seem to it as one that was left behind.
 

@@ -520,7 +520,7 @@ def text_kernel(out, TEXT: triton.language.constexpr):
         triton.language.store(out, 1)
 
 
-def nothing(*shape, dtype=torch.int32):
+def on_meta(*shape, dtype=torch.int32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -536,9 +536,9 @@ def test_samplers_of_all_sizes_share_their_kernels(driver):
     vocab = 151_936
     with kernels_noted() as noted:
         for rows in (1, 2, 3, 7, 8, 56, 64, 100, 256):
-            scores = nothing(rows, vocab)
-            logits = nothing(rows, vocab, dtype=torch.float32)
-            draws, filters = [nothing(rows)] * 3, [nothing(rows)] * 5
+            scores = on_meta(rows, vocab)
+            logits = on_meta(rows, vocab, dtype=torch.float32)
+            draws, filters = [on_meta(rows)] * 3, [on_meta(rows)] * 5
             for filtered in (False, True):
                 sampling.sample(logits, scores, *draws, *filters, filtered)
     kernels = kernels_of(noted)
@@ -554,12 +554,12 @@ def test_prompts_of_all_sizes_share_their_kernels(driver):
     from twinfer.gpu.kernels import attention
     from twinfer.gpu.precompile import kernels_noted
 
-    kv = nothing(40, 64, 4, 128, dtype=torch.bfloat16)
+    kv = on_meta(40, 64, 4, 128, dtype=torch.bfloat16)
     grids = []
     with kernels_noted() as noted:
         for tokens in (64, 200, 300, 512, 1024, 8192):
-            q = nothing(tokens, 8, 128, dtype=torch.bfloat16)
-            lengths = nothing(8, 32), nothing(9), nothing(8), nothing(2)
+            q = on_meta(tokens, 8, 128, dtype=torch.bfloat16)
+            lengths = on_meta(8, 32), on_meta(9), on_meta(8), on_meta(2)
             attention.paged_attention(q, kv, *lengths, 0.1, 0, 0.0, tokens)
             blocks = -(-tokens // 32)
             grids.append(max(1, min(8, 132 // (blocks * 2))))
@@ -572,12 +572,12 @@ def test_few_requests_of_all_sizes_share_their_kernel(driver):
     from twinfer.gpu.kernels import attention
     from twinfer.gpu.precompile import kernels_noted
 
-    kv = nothing(40, 64, 4, 128, dtype=torch.bfloat16)
+    kv = on_meta(40, 64, 4, 128, dtype=torch.bfloat16)
     with kernels_noted() as noted:
         for requests in (1, 2, 3, 4):
-            q = nothing(requests, 8, 128, dtype=torch.bfloat16)
+            q = on_meta(requests, 8, 128, dtype=torch.bfloat16)
             lengths = (
-                nothing(requests, 32), nothing(requests + 1), nothing(requests), nothing(2),
+                on_meta(requests, 32), on_meta(requests + 1), on_meta(requests), on_meta(2),
             )  # fmt: skip
             attention.paged_attention(q, kv, *lengths, 0.1, 0, 0.0, 1)
     assert kernels_of(noted) == {"decode_kernel": 1}
@@ -604,10 +604,10 @@ def h200(driver, monkeypatch):
             if hasattr(module, what) and name != "launch":
                 monkeypatch.setattr(module, what, lambda value=value: value)
         if hasattr(module, "counters") and module is not counters:
-            monkeypatch.setattr(module, "counters", lambda _: nothing(counters.COUNTERS))
+            monkeypatch.setattr(module, "counters", lambda _: on_meta(counters.COUNTERS))
     launch.config.cache_clear()
 
-    def started(shape):
+    def start(shape):
         model = parse_config(SHAPES[shape])
         asked = EngineConfig(model=shape, backend="torch", load_format="dummy")
         config, _ = resolve(asked, model, DeviceInfo("cuda", "NVIDIA H200", 150_000_000_000))
@@ -621,7 +621,7 @@ def h200(driver, monkeypatch):
                         plan[call.op].implementation.function(**call.arguments)
         return kernels_of(noted)
 
-    yield started
+    yield start
     launch.config.cache_clear()
 
 

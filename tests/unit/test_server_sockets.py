@@ -28,7 +28,7 @@ def test_two_that_start_at_once_take_one_path_once(tmp_path, monkeypatch):
 
     def start():
         try:
-            doors.append(sockets.listening("", 0, path))
+            doors.append(sockets.bind_socket("", 0, path))
         except ConfigError as error:
             errors.append(str(error))
 
@@ -50,23 +50,23 @@ def test_two_that_start_at_once_take_one_path_once(tmp_path, monkeypatch):
 
 def test_a_path_that_a_killed_server_left_behind_is_taken(tmp_path):
     path = str(tmp_path / "door")
-    left = sockets.listening("", 0, path)
+    left = sockets.bind_socket("", 0, path)
     left.close()
     with (
-        sockets.listening("", 0, path),
+        sockets.bind_socket("", 0, path),
         pytest.raises(ConfigError, match=r"uds: cannot listen on .*Address already in use"),
     ):
-        sockets.listening("", 0, path)
+        sockets.bind_socket("", 0, path)
 
 
 def test_a_file_is_left_alone(tmp_path):
     (tmp_path / "door").write_text("mine")
     with pytest.raises(ConfigError, match="uds: cannot listen on"):
-        sockets.listening("", 0, str(tmp_path / "door"))
+        sockets.bind_socket("", 0, str(tmp_path / "door"))
     assert (tmp_path / "door").read_text() == "mine"
 
 
 def test_the_socket_of_the_admin_is_for_this_user_alone(tmp_path):
     path = tmp_path / "admin"
-    with sockets.listening_admin(str(path)):
+    with sockets.bind_admin_socket(str(path)):
         assert path.stat().st_mode & 0o777 == 0o600
