@@ -171,6 +171,15 @@ def _result(r, GATED: gl.constexpr):
 
 
 @gluon.jit
+def _group_of(k, more: gl.constexpr, GROUP: gl.constexpr):
+    """The group of entry k + more."""
+    if more % GROUP == 0:
+        return k // GROUP + more // GROUP
+    else:
+        return (k + more) // GROUP
+
+
+@gluon.jit
 def _half(r, N: gl.constexpr, GATED: gl.constexpr):
     """How far behind the first N rows of a weight row r of a block is."""
     return r % 2 * N if GATED else r * 0
@@ -222,14 +231,17 @@ def fragment_kernel(
     r = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, WEIGHT)))[None, :, None]
     n, piece = first + _result(r // PIECES, GATED), r % PIECES
     j = gl.arange(0, words, layout=gl.SliceLayout(0, gl.SliceLayout(1, WEIGHT)))[None, None, :]
-    row = n.to(gl.int64) + _half(r // PIECES, N, GATED)
+    # Places of small weights are counted with 32 bits.
+    small: gl.constexpr = N * K * (2 if GATED else 1) < 2**31
+    index: gl.constexpr = gl.int32 if small else gl.int64
+    row = n.to(index) + _half(r // PIECES, N, GATED)
     place = weight + row * (K // STEP * words) + (w * (steps * PIECES) + piece) * words + j
     # Where its scales are: those of the sums that it has.
     sum_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None]
     sum_r = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
     sum_n = first + _result(sum_r // PIECES, GATED)
     sum_k = sum_w * slice_ + sum_r[None, :] % PIECES * STEP
-    sum_row = sum_n.to(gl.int64) + _half(sum_r // PIECES, N, GATED)
+    sum_row = sum_n.to(index) + _half(sum_r // PIECES, N, GATED)
     of_scale = scale + sum_row[None, :] * groups
     known = None if even else n < N
     known_w = None if even else (n < N) & (w < WARPS)
@@ -260,7 +272,7 @@ def fragment_kernel(
                 ),
             )  # type: ignore[assignment]
             if groups > 1:
-                of_share = of_scale + (sum_k + s * stride) // GROUP
+                of_share = of_scale + _group_of(sum_k, s * stride, GROUP)
                 shares += (gl.load(of_share, mask=real, other=nothing),)  # type: ignore[assignment]
             if HAS_ZERO:
                 of_zero = zero + row * groups + (w * slice_ + piece * STEP + s * stride) // GROUP
@@ -287,15 +299,17 @@ def fragment_kernel(
                 total += now
             else:
                 total = mma_v2(a, b, total)
-    y = gl.sum(total, 0)
+    if PIECES > 1:
+        # Within a thread and a warp first: few sums are left that go through shared memory.
+        of_c = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))
+        same_piece = sum_r[None, :, None] % PIECES == of_c[None, None, :] % PIECES
+        y = gl.where(same_piece, total, 0.0)
+        y = gl.sum(y.reshape([WARPS, rows_n, PIECES, M // PIECES, PIECES]), 4)
+        y = gl.sum(gl.sum(y, 2), 0)
+    else:
+        y = gl.sum(total, 0)
     if KIND == "int4":
         y = y * units
-    if PIECES > 1:
-        of_r = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, gl.SliceLayout(0, mma)))[:, None]
-        of_c = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(0, mma)))[None, :]
-        y = gl.where(of_r % PIECES == of_c % PIECES, y, 0.0)
-        y = y.reshape([rows_n, PIECES, M // PIECES, PIECES])
-        y = gl.sum(gl.sum(y, 3), 1)
     if GATED:
         # A gate and what goes with it are one thread's.
         y = gl.convert_layout(y, gl.BlockedLayout([2, 1], [4, 8], [WARPS, 1], [0, 1]))

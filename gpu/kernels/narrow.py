@@ -514,13 +514,13 @@ def fragments(product: Product, *, gated: bool = False) -> None:
 
     rows, n, k = product.sizes
     n = n // 2 if gated else n
-    m = 8 if rows <= 8 else 16
     few, kind = power_of_2(rows), product.kind
     variants = (f"{kind}/{k}/{few}", f"{kind}/{few}", f"{kind}/{k}", kind)
     setting = config("fragments", *([f"{variants[0]}/gated"] if gated else []), *variants)
     warps, block_n, pieces = setting["warps"], setting["block_n"], setting["pieces"]
-    while k % (128 * pieces) or few * pieces > m:
+    while k % (128 * pieces) or few * pieces > 16:
         pieces //= 2
+    m = 8 if few * pieces <= 8 else 16
     while k % (128 * pieces * warps):
         warps //= 2
     results = block_n // pieces

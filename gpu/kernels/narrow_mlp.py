@@ -215,7 +215,7 @@ def gated_mlp_grouped(
     down_bias: Array | None,
     kind: str,
 ) -> Array:
-    """See the op: the bits of its finer ops' kernels."""
+    """See the op. The bits of its finer ops' kernels, where these divide k alike."""
     hidden = _gated(x, gate_up, gate_up_scale, gate_up_zero, gate_up_bias, kind)
     return linear_grouped(hidden, down, down_scale, down_zero, down_bias, kind)
 

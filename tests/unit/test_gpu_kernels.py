@@ -729,8 +729,8 @@ def test_triton_quantises_bfloat16_as_float32(kernels, device, k, first):
 @pytest.mark.parametrize(("dim", "inter"), [(96, 45), (96, 208), (120, 45), (128, 208)])
 @pytest.mark.parametrize("rows", [1, 2, 9, 33])
 def test_triton_mlp_of_fp8(kernels, device, rows, dim, inter):
-    """The bits of the finer ops by their kernels. One or two rows of 120 and 128 are quantised and
-    go through the activation within the first product.
+    """The bits of the finer ops by their kernels. One row of 120 or 128 is quantised and goes
+    through the activation within the first product.
     """
     x, arguments = _mlp_case("bfloat16", rows, dim, inter, True), {"dtype": "bfloat16"}
     got = judge("gated_mlp_fp8", x, device)
