@@ -39,6 +39,7 @@ from .devices import find_device, find_rank_device
 from .fit import bind_plans, chooses, fit_mode, without_kernels
 from .graphs import GraphRecorder
 from .inputs import StepInputs
+from .kernel_keys import settle_own_keys
 from .module import Decoder
 from .monitor import count_late, watch_triton
 from .one_device import on_device
@@ -326,6 +327,8 @@ class TorchWorker:
         }
 
         with code_kept_in(self._kept_in), recorder.recording() if recorder else nullcontext():
+            if self._where.type == "cuda":
+                settle_own_keys()
             if not least(not self._kernels_missing()):
                 with kernels_noted() as noted:
                     for d in table:

@@ -1,0 +1,58 @@
+"""Keys of Triton's kernels in its cache on disk that are the same in every process.
+
+Triton takes a digest of a function when it first needs one. Constants that a function reads by what
+it calls belong to it, but those of a callee without a digest yet are left out: the key of a kernel
+would depend on which kernel of the process came first. So what is called comes first here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+
+def settle_keys(*kernels: Any) -> None:
+    """Take the digests of kernels, each behind those of all that it calls."""
+    settled: set[int] = set()
+
+    def settle(function: Any) -> None:
+        if id(function) not in settled:
+            settled.add(id(function))
+            for callee in _called(function):
+                settle(callee)
+            try:
+                function.cache_key  # noqa: B018 - kept with the function
+            except Exception:
+                function.hash = None  # its launch says why
+
+    for kernel in kernels:
+        settle(kernel)
+
+
+def settle_own_keys() -> None:
+    """`settle_keys` of all kernels of the torch worker that are imported."""
+    try:
+        from triton.runtime.jit import JITFunction
+    except ImportError:
+        return
+    kernels = []
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith(f"{__package__}."):
+            kernels += [each for each in vars(module).values() if isinstance(each, JITFunction)]
+    settle_keys(*kernels)
+
+
+def _called(function: Any) -> Iterator[Any]:
+    """The functions of Triton that one names, by themselves or as part of a module."""
+    from triton.runtime import jit
+
+    kinds = getattr(jit, "JITCallable", jit.JITFunction)
+    names = function.fn.__code__.co_names
+    for name in names:
+        value = function.fn.__globals__.get(name)
+        parts = [value]
+        if isinstance(value, ModuleType):
+            parts = [vars(value).get(part) for part in names]
+        yield from (part for part in parts if isinstance(part, kinds))
