@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import partial
-from threading import Thread
+from threading import Thread, get_ident
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ THREADS = 16
 
 @contextmanager
 def kernels_noted() -> Iterator[Noted]:
-    """Within the block nothing is launched, so all results are undefined; kernels that are not
-    compiled yet are noted. Those that are, by an engine before, must not run either: what they
+    """Within the block this thread launches nothing, so all results are undefined; kernels that are
+    not compiled yet are noted. Those that are, by an engine before, must not run either: what they
     are given may stand for places in memory.
 
     Without Triton, or with one older than 3.4, nothing is noted.
@@ -40,8 +40,12 @@ def kernels_noted() -> Iterator[Noted]:
         yield noted
         return
 
-    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:  # the hook's own names
-        kernel = fn.jit_function
+    own = get_ident()
+
+    def note(**given: Any) -> Any:
+        if get_ident() != own:
+            return None if before is None else before(**given)
+        kernel, compile = given["fn"].jit_function, given["compile"]
         # A constant that is text and a dtype's name would be read as that dtype: such a kernel is
         # compiled by its launch.
         if not any(isinstance(x, str) and dtype.is_dtype(x) for x in compile["constants"].values()):
@@ -51,7 +55,7 @@ def kernels_noted() -> Iterator[Noted]:
     launch = JITFunction.run
 
     def find(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
-        return launch(kernel, *args, grid=grid, warmup=True, **named)
+        return launch(kernel, *args, grid=grid, warmup=warmup or get_ident() == own, **named)
 
     before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
     JITFunction.run = find

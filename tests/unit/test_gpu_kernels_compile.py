@@ -5,6 +5,8 @@ shows what they compute, takes programs that the compiler refuses.
 import json
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -662,6 +664,20 @@ def test_a_constant_that_a_dtype_is_called_like_is_not_noted(driver):
             text_kernel[(1,)](torch.zeros(1), TEXT=text)
         assert len(noted) == count
         assert not driver.launches
+
+
+def test_other_threads_launch_while_kernels_are_noted(driver):
+    """Another engine of the process, whose steps run meanwhile."""
+    from twinfer.gpu.precompile import kernels_noted
+
+    with kernels_noted() as noted:
+        call = partial(text_kernel[(1,)], torch.zeros(1), TEXT="other")
+        with ThreadPoolExecutor(1) as other:
+            other.submit(call).result()
+        assert driver.launches == ["text_kernel"]
+        call()
+    assert driver.launches == ["text_kernel"]
+    assert not noted
 
 
 def test_kernels_are_loaded_on_the_gpu_that_is_current(monkeypatch):
