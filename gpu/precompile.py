@@ -1,7 +1,9 @@
-"""Compiles Triton kernels side by side: a first pass over all programs notes them, threads compile
-them into the cache.
+"""Compiles Triton kernels side by side: a first pass over all programs notes them, and before they
+are launched all are compiled into the cache and loaded.
 
-Launched one after the other, the kernels of a model take ten seconds to compile on one core.
+Launched one after the other, the kernels of a model take half a minute of one core. Triton's front
+end is Python, in which threads wait for one another: processes compile (`compile_pool.py`), threads
+load that, and compile what is left.
 """
 
 from __future__ import annotations
@@ -17,6 +19,15 @@ from typing import Any
 
 import torch
 
+from ..ops import Plans
+from ..ops.choosing import COMPOSITION
+from ..shared.config import ResolvedConfig
+from ..shared.models.calls import KINDS
+from ..shared.models.config import ModelConfig
+from .compile_pool import CompilePool
+from .kernels.counters import counters_of_capture, make_counters
+from .plans import record
+
 LOG = logging.getLogger("twinfer.gpu")
 Noted = dict[tuple[int, str], Any]
 """Kernels by (id of the kernel, what to compile it for)."""
@@ -24,10 +35,10 @@ THREADS = 16
 
 
 @contextmanager
-def kernels_noted() -> Iterator[Noted]:
+def kernels_noted(tell: Callable[[Any, str], None] | None = None) -> Iterator[Noted]:
     """Within the block this thread launches nothing, so all results are undefined; kernels that are
-    not compiled yet are noted. Those that are, by an engine before, must not run either: what they
-    are given may stand for places in memory.
+    not compiled yet are noted, and `tell` gets each. Those that are, by an engine before, must not
+    run either: what they are given may stand for places in memory.
 
     Without Triton, or with one older than 3.4, nothing is noted.
     """
@@ -49,7 +60,10 @@ def kernels_noted() -> Iterator[Noted]:
         # A constant that is text and a dtype's name would be read as that dtype: such a kernel is
         # compiled by its launch.
         if not any(isinstance(x, str) and dtype.is_dtype(x) for x in compile["constants"].values()):
-            noted[id(kernel), compile["specialization_data"]] = kernel
+            data = compile["specialization_data"]
+            noted[id(kernel), data] = kernel
+            if tell is not None:
+                tell(kernel, data)
         return True
 
     launch = JITFunction.run
@@ -65,6 +79,23 @@ def kernels_noted() -> Iterator[Noted]:
         knobs.runtime.jit_cache_hook, JITFunction.run = before, launch
 
 
+def call_kernels(model: ModelConfig, config: ResolvedConfig, plans: Plans) -> None:
+    """Call what the programs call of Triton, on arrays without data, so that it can be noted before
+    there are weights. Where an implementation needs the data, what it launches is noted later.
+    """
+    zeros = make_counters(torch.device("meta"))
+    for kind in KINDS:
+        plan = plans[kind]
+        for call in record(model, config, kind):
+            inside = any(plan[op].provider != COMPOSITION for op in call.parents)
+            if not inside and call.op in plan and plan[call.op].provider == "triton":
+                try:
+                    with counters_of_capture(zeros):
+                        plan[call.op].implementation.function(**call.arguments)
+                except Exception as error:
+                    LOG.debug("%s without data: %r", call.op, error)
+
+
 def hash_compiler() -> None:
     """Begin what Triton does before its first kernel: a digest of its own files, a third of a
     second.
@@ -76,18 +107,27 @@ def hash_compiler() -> None:
     Thread(target=triton_key, daemon=True).start()
 
 
-def compile_together(noted: Noted, progress: Callable[[int], None]) -> None:
+def compile_together(
+    noted: Noted, progress: Callable[[int], None], pool: CompilePool | None = None
+) -> None:
     """Compile what was noted on all cores, and load it; the first launch of each then finds it.
+    What `pool` was told of it compiles.
 
     What fails is tried once more by itself: a kernel that compiles was seen to fail beside others.
     What fails again is compiled at its first launch, or fails for good there, where its error
     belongs.
     """
 
+    compiled = {} if pool is None else pool.wait(noted, progress)
+
     def make(kernel: Any, data: str) -> None:
+        made = kernel.preload(data)
         # What launches it, C code for each signature, is compiled when it is first asked for: a
         # quarter of a second.
-        kernel.preload(data).run  # noqa: B018
+        made.run  # noqa: B018
+        key = compiled.get((id(kernel), data))
+        if key is not None and key != made.hash:
+            LOG.info("%s was compiled twice: a process has another key for it", kernel)
 
     # Threads begin on the first GPU: what they loaded there the launches of another would not find.
     stay: Callable[[], None] | None = None
@@ -96,13 +136,13 @@ def compile_together(noted: Noted, progress: Callable[[int], None]) -> None:
     failed = []
     # A long source takes long: what began last would be waited for alone.
     order = sorted(noted.items(), key=lambda item: len(item[1].src), reverse=True)
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), initializer=stay) as pool:
-        work = {pool.submit(make, k, data): (k, data) for (_, data), k in order}
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), initializer=stay) as threads:
+        work = {threads.submit(make, k, data): (k, data) for (_, data), k in order}
         for done, made in enumerate(as_completed(work)):
             if (error := made.exception()) is not None:
                 failed.append(work[made])
                 LOG.debug("%s, beside others: %r, from %r", work[made][0], error, error.__cause__)
-            progress(done + 1)
+            progress(max(done + 1, len(compiled)))
     for kernel, data in failed:
         try:
             make(kernel, data)

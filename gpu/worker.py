@@ -9,7 +9,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import wraps
 from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +37,7 @@ from . import advice
 from .advice import advise
 from .backend import check_options, code_kept_in, key_factors, open_cache
 from .compilation import check_effect, compiled_kinds
+from .compile_pool import CompilePool, make_pool
 from .devices import find_device, find_rank_device
 from .fit import bind_plans, chooses, fit_mode, without_kernels
 from .graphs import GraphRecorder
@@ -45,7 +48,7 @@ from .monitor import count_late, watch_triton
 from .one_device import on_device
 from .plans import PROMPT_ROWS, make_plans
 from .precision import pin_precision
-from .precompile import compile_together, hash_compiler, kernels_noted
+from .precompile import call_kernels, compile_together, hash_compiler, kernels_noted
 from .programs import TOP, Programs
 from .ranks import Ranks, join, least, shard_here
 from .recording import CACHE_DTYPES, DTYPES
@@ -62,6 +65,8 @@ SMALL_MODEL = 64_000_000
 """Weights below which a CPU runs on one thread: more gain nothing there, and wait for cores that
 others hold (measured: 5 instead of 330 tokens/s with one of two cores busy).
 """
+P = ParamSpec("P")
+R = TypeVar("R")
 BUILT = "built"
 """A file in the cache's folder that says that a start has left all its code there."""
 
@@ -88,6 +93,21 @@ def make_worker(
             f"{'no rank' if shard is None else f'one of {shard.count} ranks'}"
         )
     return on_device(device, lambda: TorchWorker(model, config, device, folder))
+
+
+def phase(call: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a phase of the worker's start: nothing goes on behind one that fails."""
+
+    @wraps(call)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return call(*args, **kwargs)
+        except BaseException:
+            worker: Any = args[0]
+            worker.end_pool()
+            raise
+
+    return run
 
 
 class TorchWorker:
@@ -149,7 +169,16 @@ class TorchWorker:
         self._recorder: GraphRecorder | None = None
         self._reports: list[ProgramReport] = []
         watch_triton()
+        self._pool: CompilePool | None = None
+        if self._kernels_missing():
+            with code_kept_in(self._kept_in):
+                self._pool = make_pool(1 if shard is None else shard.count)
+                if self._pool is not None and shard is None:
+                    # Most kernels are compiled while weights are read. Shards would exchange data.
+                    with kernels_noted(self._pool.ask):
+                        call_kernels(model, config, self._plans)
 
+    @phase
     @advise(advice.weights)
     def load(self, progress: Progress) -> None:
         """Read or make the weights."""
@@ -193,6 +222,7 @@ class TorchWorker:
         self._loop = torch.empty(steps * config.max_num_seqs, dtype=torch.int32, device=self._where)
         self._download = Download(self._loop.numel(), self.device.platform == "cuda")
 
+    @phase
     @advise(advice.steps)
     def measure(self) -> int:
         """Bytes for the KV cache: what is left once all programs run, captured on a cache that has
@@ -259,6 +289,7 @@ class TorchWorker:
         spec = self._layout.specs[0]
         return self._layout.groups[0].page_size, 2 * spec.kv_heads, spec.head_dim
 
+    @phase
     @advise(advice.cache)
     def allocate_kv(self, num_pages: int) -> None:
         """Allocate the cache, or put memory behind the addresses that `measure` built programs on.
@@ -283,6 +314,7 @@ class TorchWorker:
         )
         self._programs.use_cache(self._kv)
 
+    @phase
     @advise(advice.steps)
     @torch.inference_mode()
     def warm_up(self, table: Table, progress: Progress) -> list[ProgramReport]:
@@ -330,11 +362,8 @@ class TorchWorker:
             if self._where.type == "cuda":
                 settle_own_keys()
             if not least(not self._kernels_missing()):
-                with kernels_noted() as noted:
-                    for d in table:
-                        self._run_eagerly(d)
-                programs.forget()
-                compile_together(noted, lambda done: self._progress("kernels", done, len(noted)))
+                self._compile_kernels(table)
+            self.end_pool()
             built("programs", list(extent), lambda d: self._run_eagerly(d, **extent[d]))
             if recorder is not None:
                 # The largest first: the smaller ones find their memory in the pool.
@@ -344,6 +373,21 @@ class TorchWorker:
         if self._kept_in is not None:
             write_atomically(self._kept_in / BUILT, "")
         return [ProgramReport(str(d), seconds[d]) for d in table]
+
+    def _compile_kernels(self, table: Table) -> None:
+        """Compile all that programs launch, and load it."""
+        pool = self._pool
+        with kernels_noted(None if pool is None else pool.ask) as noted:
+            for d in table:
+                self._run_eagerly(d)
+        self._programs.forget()
+        compile_together(noted, lambda done: self._progress("kernels", done, len(noted)), pool)
+
+    def end_pool(self) -> None:
+        """End the processes that compile kernels, if any run."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     def _run_eagerly(self, d: Descriptor, *, layers: bool = False, samplers: bool = False) -> None:
         self._fill_padding(d)
@@ -588,6 +632,7 @@ class TorchWorker:
         """Drop weights, cache and graphs, once nothing runs: code that is dropped is unloaded, and
         a start that was interrupted has not waited.
         """
+        self.end_pool()
         try:
             self._wait()
         finally:

@@ -46,28 +46,6 @@ def signature(value):
 
 
 @pytest.fixture
-def hopper(monkeypatch):
-    """What the kernels' launches ask of the chip is answered as by one of compute capability 9.0."""
-    from twinfer.gpu.kernels import counters, launch
-
-    if launch.INTERPRETED:
-        pytest.skip("the interpreter has taken the compiler's place")
-    monkeypatch.setattr(launch, "capability", lambda: (9, 0))
-    for module in ("attention", "sampling", "moe", "moe_narrow", "narrow", "reduce", "gemv"):
-        monkeypatch.setattr(f"twinfer.gpu.kernels.{module}.processors", lambda: 132)
-    for module in ("attention", "sampling", "narrow", "gemv"):
-        monkeypatch.setattr(
-            f"twinfer.gpu.kernels.{module}.counters",
-            lambda device: torch.zeros(counters.COUNTERS, dtype=torch.int32),
-        )
-    for cached in (launch.overlap, launch.hopper):
-        cached.cache_clear()
-    yield
-    for cached in (launch.overlap, launch.hopper):
-        cached.cache_clear()
-
-
-@pytest.fixture
 def compiled(hopper, monkeypatch):
     """Kernels are compiled for a chip instead of being launched: their names, in order."""
     from triton.backends.compiler import GPUTarget
@@ -97,43 +75,6 @@ def compiled(hopper, monkeypatch):
 
     monkeypatch.setattr(JITFunction, "run", run)
     return names
-
-
-class Loaded:
-    """A driver of Triton for a GPU that is not there: it takes compiled kernels and counts their
-    launches.
-    """
-
-    def __init__(self, device):
-        self.device, self.launches = device, []
-        self.utils = SimpleNamespace(
-            load_binary=lambda name, *_: (name, name, 32, 0, 1024),
-            get_device_properties=lambda device: {"max_shared_mem": 227 << 10},
-        )
-
-    def launcher_cls(self, source, metadata):
-        return lambda *_: self.launches.append(metadata.name)
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return self.device
-
-    def get_current_stream(self, device):
-        return 0
-
-
-@pytest.fixture
-def driver(hopper, monkeypatch, request):
-    from triton.runtime import driver
-
-    # Kernels keep what they have compiled by device: each test has its own.
-    loaded = Loaded(request.node.name)
-    monkeypatch.setattr(driver, "_active", loaded)
-    return loaded
 
 
 def arguments_of(op, arguments):
@@ -586,14 +527,13 @@ def test_few_requests_of_all_sizes_share_their_kernel(driver):
 
 
 @pytest.fixture
-def h200(driver, monkeypatch):
+def h200(driver, monkeypatch, caplog):
     """A cold start on an H200 as far as it asks for kernels: what its programs call, on arrays
     without data, by the implementations that such a GPU has.
     """
     from twinfer.gpu import kernels, plans
     from twinfer.gpu.kernels import counters, launch
-    from twinfer.gpu.precompile import kernels_noted
-    from twinfer.ops.choosing import COMPOSITION
+    from twinfer.gpu.precompile import call_kernels, kernels_noted
     from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
     from twinfer.shared.models.config_json import parse_config
     from twinfer.shared.models.shapes import SHAPES
@@ -606,7 +546,7 @@ def h200(driver, monkeypatch):
             if hasattr(module, what) and name != "launch":
                 monkeypatch.setattr(module, what, lambda value=value: value)
         if hasattr(module, "counters") and module is not counters:
-            monkeypatch.setattr(module, "counters", lambda _: on_meta(counters.COUNTERS))
+            monkeypatch.setattr(module, "counters", counters.counters)
     launch.config.cache_clear()
 
     def start(shape):
@@ -614,13 +554,10 @@ def h200(driver, monkeypatch):
         asked = EngineConfig(model=shape, backend="torch", load_format="dummy")
         config, _ = resolve(asked, model, DeviceInfo("cuda", "NVIDIA H200", 150_000_000_000))
         made = plans.make_plans(model, config)
+        caplog.set_level("DEBUG", "twinfer.gpu")
         with kernels_noted() as noted:
-            for kind in ("decode", "mixed", "sample"):
-                plan = made[kind]
-                for call in plans.record(model, config, kind):
-                    inside = any(plan[op].provider != COMPOSITION for op in call.parents)
-                    if not inside and call.op in plan and plan[call.op].provider == "triton":
-                        plan[call.op].implementation.function(**call.arguments)
+            call_kernels(model, config, made)
+        assert "without data" not in caplog.text
         return kernels_of(noted)
 
     yield start

@@ -1,0 +1,230 @@
+"""Processes that compile Triton kernels while the engine does something else. Each runs
+`compile_process.py`, and writes into the cache on disk, where the engine finds the code.
+
+They make a start shorter and are no condition of it: what they do not bring, whatever the reason,
+the engine compiles.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ..shared.starvation import GROUPS, SYSTEM, processors_of
+from . import compile_process
+from .compile_process import KERNELS, Answer, Job, encode
+
+LOG = logging.getLogger("twinfer.gpu")
+MOST = 16
+MEMORY = 1 << 29
+"""Bytes that a process may need, generously: 200 MiB were seen."""
+PATIENCE_S = 60.0
+"""How long the processes may compile no kernel until they are given up. One takes up to 4 s."""
+COMMAND = (sys.executable, "-P", "-m", compile_process.__name__)
+
+Key: TypeAlias = tuple[int, str]
+"""The id of a kernel, and what to compile it for."""
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What the threads of a pool share. None of them holds the pool, so that it can be dropped."""
+
+    environment: Mapping[str, str]
+    serving: int
+    """Threads that may still bring an answer."""
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    jobs: list[tuple[int, int, Key, Job]] = field(default_factory=list)
+    """A heap, long sources first: what began last would be waited for alone."""
+    answers: dict[Key, Answer] = field(default_factory=dict)
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    ended: bool = False
+
+
+class CompilePool:
+    """Compiles the kernels that it is told of. One thread calls it. It ends by `close`, when it is
+    dropped, and with this process.
+    """
+
+    def __init__(self, count: int) -> None:
+        """Starts `count` processes, in the environment as it is now."""
+        self._shared = shared = _Shared(dict(os.environ), count)
+        self._asked: dict[Key, Any] = {}
+        self._target: tuple[str, int, int] | None = None
+        self._end = weakref.finalize(self, _end, shared)
+        for _ in range(count):
+            threading.Thread(target=_serve, args=(shared,), daemon=True).start()
+
+    def ask(self, kernel: Any, data: str) -> None:
+        """Have a kernel compiled, if it is one of ours: others may be in no module that a process
+        finds, or in one that imports torch.
+        """
+        module, key = kernel.fn.__module__, (id(kernel), data)
+        if key in self._asked or not module.startswith(f"{KERNELS}."):
+            return
+        if self._target is None:
+            self._target = _target_here()
+        number, self._asked[key] = len(self._asked), kernel
+        job = Job(module, kernel.fn.__qualname__, data, self._target)
+        with self._shared.changed:
+            heapq.heappush(self._shared.jobs, (-len(kernel.src), number, key, job))
+            self._shared.changed.notify_all()
+
+    def wait(self, needed: Collection[Key], progress: Callable[[int], None]) -> Mapping[Key, str]:
+        """Wait until no more of the kernels that are needed is to come, and end the processes. What
+        was compiled, by its key on disk.
+        """
+        shared, since, seen = self._shared, time.monotonic(), 0
+        wanted = self._asked.keys() & {*needed}
+        with shared.changed:
+            shared.jobs = [job for job in shared.jobs if job[2] in wanted]
+            heapq.heapify(shared.jobs)
+        answers: dict[Key, Answer] = {}
+        while len(answers) < len(wanted):
+            left = since + PATIENCE_S - time.monotonic()
+            with shared.changed:
+                over = not shared.serving or left <= 0
+                if not over and len(shared.answers.keys() & wanted) == seen:
+                    shared.changed.wait(left)
+                answers = {key: shared.answers[key] for key in wanted & shared.answers.keys()}
+            if over:
+                break
+            if len(answers) > seen:
+                since, seen = time.monotonic(), len(answers)
+                progress(seen)
+        self.close()
+        for key in wanted:
+            answer = answers.get(key, Answer(error="no answer"))
+            if answer.error:
+                LOG.debug("%s, in a process: %s", self._asked[key], answer.error)
+        compiled = {key: answer.key for key, answer in answers.items() if answer.key}
+        if len(compiled) < len(wanted):
+            LOG.info("processes compiled %d of %d kernels", len(compiled), len(wanted))
+        return compiled
+
+    def close(self) -> None:
+        """End the processes, whatever they do. May be called again."""
+        self._end()
+
+
+def make_pool(ranks: int) -> CompilePool | None:
+    """A pool for one of so many ranks on this machine; None if it would not help: there is one
+    processor, little memory, or a Triton whose kernels cannot be noted.
+    """
+    try:
+        from triton import knobs  # noqa: F401 - from 3.4 on
+    except ImportError:
+        return None
+    count = min(MOST, int(processors_of(os.getpid())) // ranks, _available() // MEMORY // ranks)
+    return CompilePool(count) if count > 1 else None
+
+
+def _available(system: Path = SYSTEM, groups: Path = GROUPS) -> int:
+    """Bytes of memory that processes may take: what is free, and a quarter of what the container
+    may have, as the engine is in it too. A lot where nothing is said.
+    """
+    found = [sys.maxsize]
+    with suppress(OSError, ValueError, KeyError):  # another system
+        lines = (system / "meminfo").read_text().splitlines()
+        sizes = dict(line.split(":") for line in lines)
+        found.append(int(sizes["MemAvailable"].split()[0]) << 10)
+    with suppress(OSError, ValueError):  # no container, or "max", which is no bound
+        found.append(int((groups / "memory.max").read_text()) // 4)
+    return min(found)
+
+
+def _target_here() -> tuple[str, int, int]:
+    """The GPU that is current, as Triton names it."""
+    from triton.runtime import driver
+
+    target = driver.active.get_current_target()
+    return target.backend, target.arch, target.warp_size
+
+
+def _serve(shared: _Shared) -> None:
+    """Start a process, and give it one job after the other."""
+    process = None
+    try:
+        process = _start(shared)
+        while (job := _next(shared)) is not None and _answers(shared, process, *job):
+            pass
+    except OSError as error:
+        LOG.info("no process to compile kernels: %r", error)
+    finally:
+        if process is not None:
+            _kill(shared, process)
+            for pipe in (process.stdin, process.stdout):
+                with suppress(OSError):  # what it has not read
+                    if pipe is not None:
+                        pipe.close()
+        with shared.changed:
+            shared.serving -= 1
+            shared.changed.notify_all()
+
+
+def _start(shared: _Shared) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        COMMAND,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=None if LOG.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
+        env=shared.environment,
+        start_new_session=True,  # an interrupt is the engine's; to end with all that it has started
+    )
+    with shared.changed:
+        shared.processes.append(process)
+    return process
+
+
+def _next(shared: _Shared) -> tuple[Key, Job] | None:
+    """The job that is next, once there is one; None at the end."""
+    with shared.changed:
+        shared.changed.wait_for(lambda: shared.ended or shared.jobs)
+        if shared.ended:
+            return None
+        *_, key, job = heapq.heappop(shared.jobs)
+        return key, job
+
+
+def _answers(shared: _Shared, process: subprocess.Popen[bytes], key: Key, job: Job) -> bool:
+    """Whether a process has answered, whatever its answer."""
+    answer = None
+    if process.stdin is not None and process.stdout is not None:
+        with suppress(OSError, ValueError, TypeError):  # it has ended, perhaps amid an answer
+            process.stdin.write(encode(job))
+            process.stdin.flush()
+            answer = Answer(*json.loads(process.stdout.readline()))
+    with shared.changed:
+        shared.answers[key] = answer or Answer(error="its process has ended")
+        shared.changed.notify_all()
+    return answer is not None
+
+
+def _kill(shared: _Shared, process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it has started, and wait for its end."""
+    with shared.changed:
+        if process.returncode is None:  # else its number may be another one's by now
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _end(shared: _Shared) -> None:
+    with shared.changed:
+        shared.ended = True
+        shared.changed.notify_all()
+        for process in shared.processes:
+            _kill(shared, process)

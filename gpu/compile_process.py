@@ -1,0 +1,142 @@
+"""A process that compiles Triton kernels into the cache on disk, for an engine that starts.
+
+It touches no GPU and imports no torch, which takes seconds: the kernels' own modules need neither.
+Each line of JSON that it reads is a job, each that it writes the answer. It ends with the process
+that started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import astuple, dataclass
+from functools import reduce
+from importlib import import_module
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from types import ModuleType
+from typing import IO, Any
+
+from .kernel_keys import settle_keys
+
+KERNELS = f"{__package__}.kernels"
+"""The package whose kernels are compiled here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A kernel by its module's name and its own, what to compile it for, and the GPU as Triton
+    names it: backend, architecture, threads of a warp.
+    """
+
+    module: str
+    name: str
+    data: str
+    target: tuple[str, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The key on disk of what was compiled, or why nothing was."""
+
+    key: str = ""
+    error: str = ""
+
+
+def encode(message: Job | Answer) -> bytes:
+    """A message as a line of JSON, from whose values it is made again."""
+    return json.dumps(astuple(message)).encode() + b"\n"
+
+
+class Driver:
+    """What Triton asks of a GPU to compile for it."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        """The engine's GPU."""
+        return self._target
+
+    def get_current_device(self) -> str:
+        """By what Triton keeps kernels in memory."""
+        return str(self._target)
+
+
+def main() -> None:
+    """Answer jobs until the input ends."""
+    # What the compilers print that are called here must not mix with the answers.
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    jobs: SimpleQueue[Job] = SimpleQueue()
+    # A kernel can take seconds: another thread sees that nobody waits for it any more.
+    Thread(target=_read, args=(sys.stdin.buffer, jobs), daemon=True).start()
+    import_alone(KERNELS)
+    _prepare()
+    while True:
+        answers.write(encode(_answer(jobs.get())))
+
+
+def _read(stream: IO[bytes], jobs: SimpleQueue[Job]) -> None:
+    try:
+        for line in stream:
+            jobs.put(Job(*json.loads(line)))
+    finally:
+        # With the compilers that it has called: the process leads its group.
+        os.killpg(0, signal.SIGKILL)
+
+
+def import_alone(package: str) -> None:
+    """Let modules of a package be imported without the package's own imports, torch among them."""
+    module = ModuleType(package)
+    module.__path__ = [str(Path(__file__).with_name(package.rpartition(".")[2]))]
+    sys.modules[package] = module
+
+
+def _prepare() -> None:
+    """Do before the first job what each would wait for: import Triton, and have it take a digest of
+    its own files.
+    """
+    from triton.runtime.cache import triton_key
+
+    triton_key()
+
+
+def _answer(job: Job) -> Answer:
+    try:
+        return Answer(key=compile_kernel(job))
+    except Exception as error:
+        return Answer(error=f"{error!r}, from {error.__cause__!r}")
+
+
+def compile_kernel(job: Job) -> str:
+    """Compile a kernel, and what launches it, into the cache on disk. The kernel's key there."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    driver.set_active(Driver(GPUTarget(*job.target)))
+    kernel: Any = reduce(getattr, job.name.split("."), import_module(job.module))
+    settle_keys(kernel)
+    made = kernel.preload(job.data)
+    _compile_launcher(made)
+    return str(made.hash)
+
+
+def _compile_launcher(made: Any) -> None:
+    """Before Triton 3.7, what launches a kernel is C code for its signature. If it cannot be
+    compiled here, the engine tries again.
+    """
+    from triton.backends.nvidia import driver
+
+    if hasattr(driver, "make_launcher"):
+        try:
+            driver.CudaLauncher(made.src, made.metadata)
+        except Exception as error:
+            print(f"what launches {made.name}: {error!r}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,377 @@
+"""Processes that compile kernels for a start: what they bring, and how they and it end."""
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from twinfer.gpu import compile_pool, compile_process
+from twinfer.gpu.compile_pool import CompilePool, make_pool
+from twinfer.gpu.compile_process import Job, encode
+from twinfer.gpu.kernel_keys import settle_own_keys
+from twinfer.gpu.precompile import compile_together, kernels_noted
+from twinfer.ops.cases.generators import generator
+from twinfer.ops.cases.sampling import _penalty_arguments
+from twinfer.ops.namespaces.torch_ import from_numpy
+
+from ..processes import children, is_running
+
+triton = pytest.importorskip("triton")
+
+GUARD_S = 120.0
+NAMES = ["clear_kernel", "count_kernel", "penalty_kernel", "bias_kernel"]
+HANGS = """
+import json, os, sys, time
+for line in sys.stdin:
+    name = json.loads(line)[1]
+    if name == "count_kernel":
+        print(os.getpid(), file=open({path!r}, "w"), flush=True)
+        time.sleep(1000)
+    print(json.dumps([name, ""]), flush=True)
+"""
+"""A process that answers but for one kernel, and tells its number then."""
+
+
+def wait_for(done):
+    deadline = time.monotonic() + GUARD_S
+    while not (found := done()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+def read(path):
+    return path.exists() and path.read_text().strip()
+
+
+@pytest.fixture
+def started():
+    """The processes of this one that a test has started: none may be left of them."""
+    before = {*children(os.getpid())}
+    yield lambda: {*children(os.getpid())} - before
+    wait_for(lambda: not {*children(os.getpid())} - before)
+
+
+@pytest.fixture
+def noted(driver):
+    """Four small kernels."""
+    from twinfer.gpu.kernels import sampling
+
+    arguments = _penalty_arguments(generator("pool"), 16, 5_000, 300, 7)
+    with kernels_noted() as found:
+        sampling.penalties(**{name: from_numpy(x) for name, x in arguments.items()})
+    assert [kernel.fn.__name__ for kernel in found.values()] == NAMES
+    return found
+
+
+@pytest.fixture
+def hanging(tmp_path, monkeypatch, noted, asked):
+    """A pool of two processes, one of which hangs while all others have answered; its number."""
+    path = tmp_path / "hangs"
+    command = (sys.executable, "-c", HANGS.format(path=str(path)))
+    monkeypatch.setattr(compile_pool, "COMMAND", command)
+    pool = asked(noted)
+    number = int(wait_for(lambda: read(path)))
+    wait_for(lambda: len(pool._shared.answers) == 3)
+    return pool, number
+
+
+@pytest.fixture
+def asked(started):
+    """Makes pools of two processes that are told of kernels."""
+    pools = []
+
+    def make(noted):
+        pools.append(CompilePool(2))
+        for (_, data), kernel in noted.items():
+            pools[-1].ask(kernel, data)
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def names(noted, compiled):
+    return {noted[key].fn.__name__ for key in compiled}
+
+
+def compile_all(noted, pool=None):
+    """How many of the kernels are compiled here, and their code."""
+    found = []
+    settle_own_keys()  # as a worker does
+    triton.knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
+    try:
+        compile_together(noted, lambda done: None, pool)
+    finally:
+        triton.knobs.compilation.listener = None
+    code = {}
+    for kernel in noted.values():
+        for device, (made, *_) in kernel.device_caches.items():
+            for key, each in made.items():
+                code.setdefault(device, {})[kernel.fn.__name__, str(key)] = each.asm["cubin"]
+    return found.count(False), code
+
+
+def test_processes_compile_what_the_engine_would(
+    driver, noted, asked, started, forget_keys, monkeypatch, tmp_path
+):
+    """The engine finds all of it, by the keys that it has itself, and compiles nothing."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "processes"))
+    forget_keys()
+    pool, progress = asked(noted), []
+    compiled = pool.wait(noted, progress.append)
+    assert names(noted, compiled) == {*NAMES}
+    assert progress[-1] == 4
+    count, code = compile_all(noted, pool)
+    assert count == 0
+    wait_for(lambda: not started())
+    first, driver.device = driver.device, "here"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "threads"))
+    count, code = compile_all(noted)
+    assert count == 4
+    assert code[first] == code["here"]
+    kept = [{path.name for path in (tmp_path / x).iterdir()} for x in ("processes", "threads")]
+    assert kept[0] == kept[1]
+
+
+def test_another_key_is_said(driver, noted, monkeypatch, tmp_path, caplog):
+    """It would be compiled twice, unseen but for the time."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    pool = SimpleNamespace(wait=lambda noted, progress: dict.fromkeys(noted, "another"))
+    with caplog.at_level("INFO", "twinfer.gpu"):
+        compile_all(noted, pool)
+    assert len([message for message in caplog.messages if "compiled twice" in message]) == 4
+
+
+@pytest.mark.parametrize("command", [("/no/such/program",), (sys.executable, "-c", "")])
+def test_the_engine_compiles_where_no_process_does(
+    noted, asked, started, monkeypatch, tmp_path, command, caplog
+):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_pool, "COMMAND", command)
+    pool = asked(noted)
+    with caplog.at_level("INFO", "twinfer.gpu"):
+        count, _ = compile_all(noted, pool)
+    assert count == 4
+    assert "processes compiled 0 of 4 kernels" in caplog.messages
+    wait_for(lambda: not started())
+
+
+def test_a_process_that_is_killed_costs_its_kernel_alone(noted, hanging, started):
+    pool, number = hanging
+    os.kill(number, signal.SIGKILL)
+    compiled = pool.wait(noted, lambda done: None)
+    assert names(noted, compiled) == {*NAMES} - {"count_kernel"}
+    wait_for(lambda: not started())
+
+
+def test_a_process_that_hangs_is_given_up(noted, hanging, started, monkeypatch):
+    pool, number = hanging
+    monkeypatch.setattr(compile_pool, "PATIENCE_S", 0.1)
+    os.kill(number, signal.SIGSTOP)
+    compiled = pool.wait(noted, lambda done: None)
+    assert names(noted, compiled) == {*NAMES} - {"count_kernel"}
+    wait_for(lambda: not started())
+
+
+def test_what_is_not_needed_is_not_waited_for(noted, hanging):
+    """As arrays without data may ask for kernels that no program launches."""
+    pool, _ = hanging
+    needed = {key for key, kernel in noted.items() if kernel.fn.__name__ != "count_kernel"}
+    assert names(noted, pool.wait(needed, lambda done: None)) == {*NAMES} - {"count_kernel"}
+
+
+def test_a_pool_that_is_dropped_ends(started):
+    pool = CompilePool(2)
+    wait_for(lambda: len(started()) == 2)
+    del pool
+    gc.collect()
+    wait_for(lambda: not started())
+
+
+def test_processes_end_with_the_engine_that_is_killed():
+    code = """
+import time
+from twinfer.gpu.compile_pool import CompilePool
+pool = CompilePool(2)
+while len(pool._shared.processes) < 2:
+    time.sleep(0.01)
+print(*(process.pid for process in pool._shared.processes), flush=True)
+time.sleep(1000)
+"""
+    engine = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True)
+    with engine:
+        pids = [int(word) for word in engine.stdout.readline().split()]
+        assert len(pids) == 2
+        engine.kill()
+    wait_for(lambda: not any(is_running(pid) for pid in pids))
+
+
+def test_a_process_ends_amid_a_kernel(tmp_path):
+    """With what it has called, once nobody waits for it."""
+    told = tmp_path / "told"
+    (tmp_path / "hanging_kernel.py").write_text(
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])\n"
+        f"print(child.pid, file=open({str(told)!r}, 'w'), flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    process = subprocess.Popen(
+        compile_pool.COMMAND,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        start_new_session=True,
+    )
+    with process:
+        process.stdin.write(encode(Job("hanging_kernel", "kernel", "", ("cuda", 90, 32))))
+        process.stdin.flush()
+        called = int(wait_for(lambda: read(told)))
+        process.stdin.close()
+        assert process.wait(GUARD_S) == -signal.SIGKILL
+    wait_for(lambda: not is_running(called))
+
+
+def test_a_kernel_that_does_not_compile_fails_as_it_does_alone(
+    noted, asked, monkeypatch, tmp_path, caplog
+):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    (kernel, data) = next((kernel, data) for (_, data), kernel in noted.items())
+    broken = json.loads(data)
+    broken["options"]["num_warps"] = 3
+    broken = {(id(kernel), json.dumps(broken)): kernel}
+    pool = asked(broken)
+    with caplog.at_level("INFO", "twinfer.gpu"):
+        compile_together(broken, lambda done: None, pool)
+    (answer,) = pool._shared.answers.values()
+    assert "num_warps" in answer.error
+    (message,) = [message for message in caplog.messages if "not compiled yet" in message]
+    assert "num_warps" in message
+
+
+def test_kernels_from_elsewhere_are_the_engine_s(asked):
+    pool = asked({})
+    kernel = SimpleNamespace(fn=SimpleNamespace(__module__="elsewhere.kernels"), src="")
+    pool.ask(kernel, "{}")
+    assert pool.wait({(id(kernel), "{}")}, lambda done: None) == {}
+
+
+def test_kernels_are_told_when_they_are_noted(driver):
+    told = []
+    with kernels_noted(lambda kernel, data: told.append((id(kernel), data))) as noted:
+        from twinfer.gpu.kernels import sampling
+
+        arguments = _penalty_arguments(generator("pool"), 16, 5_000, 300, 7)
+        sampling.penalties(**{name: from_numpy(x) for name, x in arguments.items()})
+    assert told == [*noted]
+
+
+@pytest.mark.parametrize(
+    ("processors", "memory", "ranks", "size"),
+    [(64, 1 << 40, 1, 16), (16, 1 << 40, 4, 4), (8, 1 << 31, 1, 4), (1, 1 << 40, 1, 0),
+     (8, 1 << 40, 8, 0), (8, 1 << 29, 1, 0)],
+)  # fmt: skip
+def test_size_of_a_pool(monkeypatch, processors, memory, ranks, size):
+    """By processors and memory, which the ranks of a machine share; a single process gains
+    nothing.
+    """
+    sizes = []
+    monkeypatch.setattr(compile_pool, "CompilePool", sizes.append)
+    monkeypatch.setattr(compile_pool, "processors_of", lambda pid: processors)
+    monkeypatch.setattr(compile_pool, "_available", lambda: memory)
+    make_pool(ranks)
+    assert sizes == ([size] if size else [])
+
+
+@pytest.mark.parametrize(
+    ("told", "limit", "size"),
+    [
+        ("MemTotal: 9 kB\nMemAvailable:  8 kB\n", "max\n", 8 << 10),
+        ("", "64\n", 16),
+        ("?", None, None),
+    ],
+)
+def test_memory_that_processes_may_take(told, limit, size, tmp_path):
+    (tmp_path / "meminfo").write_text(told)
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(limit)
+    assert compile_pool._available(tmp_path, tmp_path) == (size or sys.maxsize)
+
+
+def test_a_start_compiles_what_its_programs_launch(
+    driver, asked, forget_keys, monkeypatch, tmp_path
+):
+    """As a worker does; behind it each launch finds its kernel."""
+    from twinfer.gpu.kernels import sampling
+    from twinfer.gpu.worker import TorchWorker
+
+    forget_keys()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    arguments = _penalty_arguments(generator("start"), 16, 5_000, 300, 7)
+    tensors = {name: from_numpy(x) for name, x in arguments.items()}
+    told, forgotten = [], []
+    worker = SimpleNamespace(
+        _pool=asked({}),
+        _run_eagerly=lambda d: sampling.penalties(**tensors),
+        _programs=SimpleNamespace(forget=lambda: forgotten.append(True)),
+        _progress=lambda *progress: told.append(progress),
+    )
+    settle_own_keys()
+    TorchWorker._compile_kernels(worker, ["a program", "another"])
+    assert forgotten
+    assert told == sorted(told)
+    assert told[-1] == ("kernels", 4, 4)
+    assert not driver.launches
+    monkeypatch.setattr("triton.compiler.compile", None)
+    sampling.penalties(**tensors)
+    assert driver.launches == NAMES
+
+
+def test_a_process_imports_no_torch():
+    """Which takes it seconds, for each start and process."""
+    code = """
+import sys
+from importlib import import_module
+from pathlib import Path
+from twinfer.gpu.compile_process import KERNELS, import_alone
+import_alone(KERNELS)
+for path in Path(sys.modules[KERNELS].__path__[0]).glob("*kernel*.py"):
+    import_module(f"{KERNELS}.{path.stem}")
+print("triton" in sys.modules, "torch" in sys.modules)
+"""
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    assert done.stdout.split() == ["True", "False"]
+
+
+def test_a_launcher_that_does_not_compile_is_left_to_the_engine(monkeypatch, capsys):
+    from triton.backends.nvidia import driver
+
+    def fail(source, metadata):
+        raise OSError("no compiler")
+
+    monkeypatch.setattr(driver, "make_launcher", fail, raising=False)
+    monkeypatch.setattr(driver, "CudaLauncher", fail)
+    compile_process._compile_launcher(SimpleNamespace(src=None, metadata=None, name="a kernel"))
+    assert "no compiler" in capsys.readouterr().err
+
+
+def test_phases_that_fail_end_the_pool():
+    from twinfer.gpu.worker import phase
+
+    ended = []
+
+    @phase
+    def load(worker):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        load(SimpleNamespace(end_pool=lambda: ended.append(True)))
+    assert ended == [True]
