@@ -70,6 +70,10 @@ def pytest_configure(config: pytest.Config) -> None:
         # Before CUDA is asked for anything: it reads this once, and would keep to the first GPU.
         if (worker := getattr(config, "workerinput", None)) is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of(worker["workerid"], visible_gpus())
+            from twinfer.gpu import compile_pool
+
+            # Engines that start at once share the machine's processors and memory.
+            compile_pool.MOST //= int(worker["workercount"])
         check_gpu()
         # Both frameworks are in this process: JAX would take three quarters of the memory for
         # itself.

@@ -283,6 +283,7 @@ def test_size_of_a_pool(monkeypatch, processors, memory, ranks, size):
     nothing.
     """
     sizes = []
+    monkeypatch.setattr(compile_pool, "MOST", 16)
     monkeypatch.setattr(compile_pool, "CompilePool", sizes.append)
     monkeypatch.setattr(compile_pool, "processors_of", lambda pid: processors)
     monkeypatch.setattr(compile_pool, "_available", lambda: memory)
