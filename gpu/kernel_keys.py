@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
+from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any
 
@@ -31,12 +34,24 @@ def settle_keys(*kernels: Any) -> None:
         settle(kernel)
 
 
+def import_kernels() -> None:
+    """Import all modules of kernels that this Triton has the language for."""
+    package = import_module(f"{__package__}.kernels")
+    for module in iter_modules(package.__path__):
+        if "kernel" in module.name:
+            with suppress(ImportError, AttributeError):
+                import_module(f"{package.__name__}.{module.name}")
+
+
 def settle_own_keys() -> None:
-    """`settle_keys` of all kernels of the torch worker that are imported."""
+    """`settle_keys` of all kernels of the torch worker. Some are not imported before they are
+    launched, which is late.
+    """
     try:
         from triton.runtime.jit import JITFunction
     except ImportError:
         return
+    import_kernels()
     kernels = []
     for name, module in sorted(sys.modules.items()):
         if name.startswith(f"{__package__}."):

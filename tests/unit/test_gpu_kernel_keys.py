@@ -1,5 +1,8 @@
 """Keys of kernels in Triton's cache on disk."""
 
+import subprocess
+import sys
+
 import pytest
 
 pytest.importorskip("triton")
@@ -21,3 +24,19 @@ def test_keys_do_not_depend_on_which_kernel_came_first(forget_keys):
     settle_own_keys()
     assert all(each.hash for each in found.values())
     assert settled[0] == {name: each.cache_key for name, each in found.items()}
+
+
+def test_kernels_that_are_imported_late_have_their_keys_too():
+    """A start that finds code on disk imports some as it launches them."""
+    code = """
+import sys
+from twinfer.gpu import kernels
+from twinfer.gpu.kernel_keys import settle_own_keys
+late = f"{kernels.__name__}.tile_kernel"
+before = late in sys.modules
+settle_own_keys()
+print(before, bool(sys.modules[late].tile_kernel.hash))
+"""
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    assert done.stdout.split() == ["False", "True"]
