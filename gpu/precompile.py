@@ -18,6 +18,8 @@ from threading import Thread, get_ident
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from ..ops import Plans
 from ..ops.choosing import COMPOSITION
@@ -79,21 +81,50 @@ def kernels_noted(tell: Callable[[Any, str], None] | None = None) -> Iterator[No
         knobs.runtime.jit_cache_hook, JITFunction.run = before, launch
 
 
+class _Products(TorchFunctionMode):
+    """Products of arrays without data: torch's own would import sympy, which takes two seconds."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """What torch asks for a call."""
+        named = kwargs or {}
+        if function is F.linear:
+            return args[0].new_empty(*args[0].shape[:-1], args[1].shape[0])
+        if function is torch.mm:
+            shape = args[0].shape[0], args[1].shape[1]
+            return args[0].new_empty(shape, dtype=named.get("out_dtype"))
+        return function(*args, **named)
+
+
 def call_kernels(model: ModelConfig, config: ResolvedConfig, plans: Plans) -> None:
     """Call what the programs call of Triton, on arrays without data, so that it can be noted before
     there are weights. Where an implementation needs the data, what it launches is noted later.
     """
-    zeros = make_counters(torch.device("meta"))
+    zeros, called = make_counters(torch.device("meta")), set()
     for kind in KINDS:
         plan = plans[kind]
         for call in record(model, config, kind):
             inside = any(plan[op].provider != COMPOSITION for op in call.parents)
-            if not inside and call.op in plan and plan[call.op].provider == "triton":
-                try:
-                    with counters_of_capture(zeros):
-                        plan[call.op].implementation.function(**call.arguments)
-                except Exception as error:
-                    LOG.debug("%s without data: %r", call.op, error)
+            if inside or call.op not in plan or plan[call.op].provider != "triton":
+                continue
+            function = plan[call.op].implementation.function
+            # Arrays of one shape are one array here.
+            key = (
+                function,
+                *(
+                    (name, id(x) if isinstance(x, torch.Tensor) else repr(x))
+                    for name, x in call.arguments.items()
+                ),
+            )
+            if key in called:
+                continue
+            called.add(key)
+            try:
+                with _Products(), counters_of_capture(zeros):
+                    function(**call.arguments)
+            except Exception as error:
+                LOG.debug("%s without data: %r", call.op, error)
 
 
 def hash_compiler() -> None:
