@@ -1,5 +1,5 @@
-"""Processes that compile Triton kernels while the engine does something else. Each runs
-`compile_process.py`, and writes into the cache on disk, where the engine finds the code.
+"""Processes that compile Triton kernels while the engine does something else. They are forks of one
+that runs `compile_process.py`, and write into the cache on disk, where the engine finds the code.
 
 They make a start shorter and are no condition of it: what they do not bring, whatever the reason,
 the engine compiles.
@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 from ..shared.starvation import GROUPS, SYSTEM, processors_of
 from . import compile_process
@@ -33,6 +34,8 @@ MEMORY = 1 << 29
 """Bytes that a process may need, generously: 200 MiB were seen."""
 PATIENCE_S = 60.0
 """How long the processes may compile no kernel until they are given up. One takes up to 4 s."""
+ENDING_S = 5.0
+"""How long the processes may take to end by themselves."""
 COMMAND = (sys.executable, "-P", "-m", compile_process.__name__)
 
 Key: TypeAlias = tuple[int, str]
@@ -43,14 +46,14 @@ Key: TypeAlias = tuple[int, str]
 class _Shared:
     """What the threads of a pool share. None of them holds the pool, so that it can be dropped."""
 
-    environment: Mapping[str, str]
+    process: subprocess.Popen[bytes] | None
+    sockets: list[socket.socket]
     serving: int
     """Threads that may still bring an answer."""
     changed: threading.Condition = field(default_factory=threading.Condition)
     jobs: list[tuple[int, int, Key, Job]] = field(default_factory=list)
     """A heap, long sources first: what began last would be waited for alone."""
     answers: dict[Key, Answer] = field(default_factory=dict)
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     ended: bool = False
 
 
@@ -61,12 +64,13 @@ class CompilePool:
 
     def __init__(self, count: int) -> None:
         """Starts `count` processes, in the environment as it is now."""
-        self._shared = shared = _Shared(dict(os.environ), count)
+        process, sockets = _start(count)
+        self._shared = shared = _Shared(process, sockets, len(sockets))
         self._asked: dict[Key, Any] = {}
         self._target: tuple[str, int, int] | None = None
         self._end = weakref.finalize(self, _end, shared)
-        for _ in range(count):
-            threading.Thread(target=_serve, args=(shared,), daemon=True).start()
+        for each in sockets:
+            threading.Thread(target=_serve, args=(shared, each), daemon=True).start()
 
     def ask(self, kernel: Any, data: str) -> None:
         """Have a kernel compiled, if it is one of ours: others may be in no module that a process
@@ -121,14 +125,16 @@ class CompilePool:
 
 
 def make_pool(ranks: int) -> CompilePool | None:
-    """A pool for one of so many ranks on this machine; None if it would not help: there is one
-    processor, little memory, or a Triton whose kernels cannot be noted.
+    """A pool for one of so many ranks on this machine; None if it would not help: there are one or
+    two processors, little memory, or a Triton whose kernels cannot be noted.
     """
     try:
         from triton import knobs  # noqa: F401 - from 3.4 on
     except ImportError:
         return None
-    count = min(MOST, int(processors_of(os.getpid())) // ranks, _available() // MEMORY // ranks)
+    # One processor is the engine's.
+    processors = int(processors_of(os.getpid())) // ranks - 1
+    count = min(MOST, processors, _available() // MEMORY // ranks)
     return CompilePool(count) if count > 1 else None
 
 
@@ -154,39 +160,41 @@ def _target_here() -> tuple[str, int, int]:
     return target.backend, target.arch, target.warp_size
 
 
-def _serve(shared: _Shared) -> None:
-    """Start a process, and give it one job after the other."""
+def _start(count: int) -> tuple[subprocess.Popen[bytes] | None, list[socket.socket]]:
+    """The process that forks so many, and the sockets to these; None, and no sockets, if it cannot
+    be started.
+    """
+    pairs = [socket.socketpair() for _ in range(count)]
+    numbers = [theirs.fileno() for _, theirs in pairs]
     process = None
     try:
-        process = _start(shared)
-        while (job := _next(shared)) is not None and _answers(shared, process, *job):
-            pass
+        process = subprocess.Popen(
+            (*COMMAND, *map(str, numbers)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=None if LOG.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
+            pass_fds=numbers,
+            start_new_session=True,  # an interrupt is the engine's
+        )
     except OSError as error:
         LOG.info("no process to compile kernels: %r", error)
+    for ours, theirs in pairs:
+        theirs.close()
+        if process is None:
+            ours.close()
+    return process, [] if process is None else [ours for ours, _ in pairs]
+
+
+def _serve(shared: _Shared, own: socket.socket) -> None:
+    """Give a process one job after the other."""
+    try:
+        with own.makefile("rb") as answers:
+            while (job := _next(shared)) is not None and _answers(shared, own, answers, *job):
+                pass
     finally:
-        if process is not None:
-            _kill(shared, process)
-            for pipe in (process.stdin, process.stdout):
-                with suppress(OSError):  # what it has not read
-                    if pipe is not None:
-                        pipe.close()
         with shared.changed:
             shared.serving -= 1
             shared.changed.notify_all()
-
-
-def _start(shared: _Shared) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(
-        COMMAND,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=None if LOG.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
-        env=shared.environment,
-        start_new_session=True,  # an interrupt is the engine's; to end with all that it has started
-    )
-    with shared.changed:
-        shared.processes.append(process)
-    return process
 
 
 def _next(shared: _Shared) -> tuple[Key, Job] | None:
@@ -199,32 +207,33 @@ def _next(shared: _Shared) -> tuple[Key, Job] | None:
         return key, job
 
 
-def _answers(shared: _Shared, process: subprocess.Popen[bytes], key: Key, job: Job) -> bool:
+def _answers(shared: _Shared, own: socket.socket, answers: IO[bytes], key: Key, job: Job) -> bool:
     """Whether a process has answered, whatever its answer."""
     answer = None
-    if process.stdin is not None and process.stdout is not None:
-        with suppress(OSError, ValueError, TypeError):  # it has ended, perhaps amid an answer
-            process.stdin.write(encode(job))
-            process.stdin.flush()
-            answer = Answer(*json.loads(process.stdout.readline()))
+    with suppress(OSError, ValueError, TypeError):  # it has ended, perhaps amid an answer
+        own.sendall(encode(job))
+        answer = Answer(*json.loads(answers.readline()))
     with shared.changed:
         shared.answers[key] = answer or Answer(error="its process has ended")
         shared.changed.notify_all()
     return answer is not None
 
 
-def _kill(shared: _Shared, process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it has started, and wait for its end."""
-    with shared.changed:
-        if process.returncode is None:  # else its number may be another one's by now
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
 def _end(shared: _Shared) -> None:
     with shared.changed:
         shared.ended = True
         shared.changed.notify_all()
-        for process in shared.processes:
-            _kill(shared, process)
+    process = shared.process
+    if process is None or process.stdin is None:
+        return
+    process.stdin.close()  # it kills its forks
+    try:
+        process.wait(ENDING_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    for own in shared.sockets:
+        # Forks end by that too, had theirs ended before them.
+        with suppress(OSError):
+            own.shutdown(socket.SHUT_RDWR)
+        own.close()

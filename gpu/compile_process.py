@@ -1,8 +1,9 @@
-"""A process that compiles Triton kernels into the cache on disk, for an engine that starts.
+"""Processes that compile Triton kernels into the cache on disk, for an engine that starts: one that
+imports what that takes, and its forks.
 
-It touches no GPU and imports no torch, which takes seconds: the kernels' own modules need neither.
-Each line of JSON that it reads is a job, each that it writes the answer. It ends with the process
-that started it.
+They touch no GPU and import no torch, which takes seconds: the kernels' own modules need neither.
+Each line of JSON that one reads is a job, each that it writes the answer. All end with the process
+that started them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import json
 import os
 import signal
 import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from functools import reduce
 from importlib import import_module
@@ -20,7 +24,7 @@ from threading import Thread
 from types import ModuleType
 from typing import IO, Any
 
-from .kernel_keys import settle_keys
+from .kernel_keys import import_kernels, settle_keys
 
 KERNELS = f"{__package__}.kernels"
 """The package whose kernels are compiled here."""
@@ -67,17 +71,48 @@ class Driver:
 
 
 def main() -> None:
-    """Answer jobs until the input ends."""
-    # What the compilers print that are called here must not mix with the answers.
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)
-    jobs: SimpleQueue[Job] = SimpleQueue()
-    # A kernel can take seconds: another thread sees that nobody waits for it any more.
-    Thread(target=_read, args=(sys.stdin.buffer, jobs), daemon=True).start()
+    """Fork a worker for each socket, given by its number, until the input ends."""
+    os.dup2(2, 1)  # what the compilers print that are called
     import_alone(KERNELS)
     _prepare()
+    sockets = [int(word) for word in sys.argv[1:]]
+    workers = [_fork(number, sockets) for number in sockets]
+    for number in sockets:
+        os.close(number)
+    sys.stdin.buffer.read()
+    for worker in workers:
+        with suppress(OSError):
+            os.killpg(worker, signal.SIGKILL)  # not waited for yet, so the number is its own
+    for worker in workers:
+        os.waitpid(worker, 0)
+
+
+def _fork(number: int, sockets: Sequence[int]) -> int:
+    """Start the worker of a socket. It leads a group, in which is all that it calls."""
+    worker = os.fork()
+    if worker:
+        with suppress(OSError):  # it may have ended
+            os.setpgid(worker, worker)
+        return worker
+    try:
+        os.setpgid(0, 0)
+        for each in sockets:
+            if each != number:
+                os.close(each)
+        _work(number)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _work(number: int) -> None:
+    """Answer jobs until the input ends."""
+    jobs: SimpleQueue[Job] = SimpleQueue()
+    # A kernel can take seconds: another thread sees that nobody waits for it any more.
+    Thread(target=_read, args=(os.fdopen(os.dup(number), "rb"), jobs), daemon=True).start()
     while True:
-        answers.write(encode(_answer(jobs.get())))
+        os.write(number, encode(_answer(jobs.get())))
 
 
 def _read(stream: IO[bytes], jobs: SimpleQueue[Job]) -> None:
@@ -85,7 +120,6 @@ def _read(stream: IO[bytes], jobs: SimpleQueue[Job]) -> None:
         for line in stream:
             jobs.put(Job(*json.loads(line)))
     finally:
-        # With the compilers that it has called: the process leads its group.
         os.killpg(0, signal.SIGKILL)
 
 
@@ -97,12 +131,13 @@ def import_alone(package: str) -> None:
 
 
 def _prepare() -> None:
-    """Do before the first job what each would wait for: import Triton, and have it take a digest of
+    """Do what each worker would do: import Triton and the kernels, and have Triton take a digest of
     its own files.
     """
     from triton.runtime.cache import triton_key
 
     triton_key()
+    import_kernels()
 
 
 def _answer(job: Job) -> Answer:

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,15 +28,19 @@ triton = pytest.importorskip("triton")
 GUARD_S = 120.0
 NAMES = ["clear_kernel", "count_kernel", "penalty_kernel", "bias_kernel"]
 HANGS = """
-import json, os, sys, time
-for line in sys.stdin:
-    name = json.loads(line)[1]
-    if name == "count_kernel":
+import os, time
+from twinfer.gpu import compile_process
+
+def answer(job):
+    if job.name == "count_kernel":
         print(os.getpid(), file=open({path!r}, "w"), flush=True)
         time.sleep(1000)
-    print(json.dumps([name, ""]), flush=True)
+    return compile_process.Answer(job.name)
+
+compile_process._answer, compile_process._prepare = answer, lambda: None
+compile_process.main()
 """
-"""A process that answers but for one kernel, and tells its number then."""
+"""Processes that answer but for one kernel, and tell the number of the one that has it."""
 
 
 def wait_for(done):
@@ -52,10 +57,16 @@ def read(path):
 
 @pytest.fixture
 def started():
-    """The processes of this one that a test has started: none may be left of them."""
-    before = {*children(os.getpid())}
-    yield lambda: {*children(os.getpid())} - before
-    wait_for(lambda: not {*children(os.getpid())} - before)
+    """The processes that a test has started, and their forks: none may be left of them."""
+    before, seen = {*children(os.getpid())}, set()
+
+    def running():
+        new = {*children(os.getpid())} - before
+        seen.update(new, *(children(pid) for pid in new))
+        return {pid for pid in seen if is_running(pid)}
+
+    yield running
+    wait_for(lambda: not running())
 
 
 @pytest.fixture
@@ -74,7 +85,7 @@ def noted(driver):
 def hanging(tmp_path, monkeypatch, noted, asked):
     """A pool of two processes, one of which hangs while all others have answered; its number."""
     path = tmp_path / "hangs"
-    command = (sys.executable, "-c", HANGS.format(path=str(path)))
+    command = (sys.executable, "-P", "-c", HANGS.format(path=str(path)))
     monkeypatch.setattr(compile_pool, "COMMAND", command)
     pool = asked(noted)
     number = int(wait_for(lambda: read(path)))
@@ -190,7 +201,7 @@ def test_what_is_not_needed_is_not_waited_for(noted, hanging):
 
 def test_a_pool_that_is_dropped_ends(started):
     pool = CompilePool(2)
-    wait_for(lambda: len(started()) == 2)
+    wait_for(lambda: len(started()) == 3)
     del pool
     gc.collect()
     wait_for(lambda: not started())
@@ -201,20 +212,19 @@ def test_processes_end_with_the_engine_that_is_killed():
 import time
 from twinfer.gpu.compile_pool import CompilePool
 pool = CompilePool(2)
-while len(pool._shared.processes) < 2:
-    time.sleep(0.01)
-print(*(process.pid for process in pool._shared.processes), flush=True)
+print(pool._shared.process.pid, flush=True)
 time.sleep(1000)
 """
     engine = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True)
     with engine:
-        pids = [int(word) for word in engine.stdout.readline().split()]
-        assert len(pids) == 2
+        first = int(engine.stdout.readline())
+        forks = wait_for(lambda: len(children(first)) == 2 and children(first))
         engine.kill()
-    wait_for(lambda: not any(is_running(pid) for pid in pids))
+    wait_for(lambda: not any(is_running(pid) for pid in (first, *forks)))
 
 
-def test_a_process_ends_amid_a_kernel(tmp_path):
+@pytest.mark.parametrize("ends", ["its input", "the process that forked it"])
+def test_a_process_ends_amid_a_kernel(tmp_path, ends):
     """With what it has called, once nobody waits for it."""
     told = tmp_path / "told"
     (tmp_path / "hanging_kernel.py").write_text(
@@ -223,20 +233,25 @@ def test_a_process_ends_amid_a_kernel(tmp_path):
         f"print(child.pid, file=open({str(told)!r}, 'w'), flush=True)\n"
         "time.sleep(1000)\n"
     )
+    ours, theirs = socket.socketpair()
     process = subprocess.Popen(
-        compile_pool.COMMAND,
+        (*compile_pool.COMMAND, str(theirs.fileno())),
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        pass_fds=[theirs.fileno()],
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         start_new_session=True,
     )
-    with process:
-        process.stdin.write(encode(Job("hanging_kernel", "kernel", "", ("cuda", 90, 32))))
-        process.stdin.flush()
+    theirs.close()
+    with process, ours:
+        ours.sendall(encode(Job("hanging_kernel", "kernel", "", ("cuda", 90, 32))))
         called = int(wait_for(lambda: read(told)))
-        process.stdin.close()
-        assert process.wait(GUARD_S) == -signal.SIGKILL
-    wait_for(lambda: not is_running(called))
+        if ends == "its input":
+            process.stdin.close()
+            assert process.wait(GUARD_S) == 0
+        else:
+            process.kill()
+            ours.shutdown(socket.SHUT_RDWR)
+        wait_for(lambda: not is_running(called))
 
 
 def test_a_kernel_that_does_not_compile_fails_as_it_does_alone(
@@ -275,12 +290,12 @@ def test_kernels_are_told_when_they_are_noted(driver):
 
 @pytest.mark.parametrize(
     ("processors", "memory", "ranks", "size"),
-    [(64, 1 << 40, 1, 16), (16, 1 << 40, 4, 4), (8, 1 << 31, 1, 4), (1, 1 << 40, 1, 0),
-     (8, 1 << 40, 8, 0), (8, 1 << 29, 1, 0)],
+    [(64, 1 << 40, 1, 16), (16, 1 << 40, 1, 15), (16, 1 << 40, 4, 3), (8, 1 << 31, 1, 4),
+     (2, 1 << 40, 1, 0), (8, 1 << 40, 4, 0), (8, 1 << 29, 1, 0)],
 )  # fmt: skip
 def test_size_of_a_pool(monkeypatch, processors, memory, ranks, size):
-    """By processors and memory, which the ranks of a machine share; a single process gains
-    nothing.
+    """By processors, of which the engine keeps one, and memory, which the ranks of a machine share;
+    a single process gains nothing.
     """
     sizes = []
     monkeypatch.setattr(compile_pool, "MOST", 16)
