@@ -164,10 +164,11 @@ def _start(count: int) -> tuple[subprocess.Popen[bytes] | None, list[socket.sock
     """The process that forks so many, and the sockets to these; None, and no sockets, if it cannot
     be started.
     """
-    pairs = [socket.socketpair() for _ in range(count)]
-    numbers = [theirs.fileno() for _, theirs in pairs]
+    pairs: list[tuple[socket.socket, socket.socket]] = []
     process = None
     try:
+        pairs += (socket.socketpair() for _ in range(count))
+        numbers = [theirs.fileno() for _, theirs in pairs]
         process = subprocess.Popen(
             (*COMMAND, *map(str, numbers)),
             stdin=subprocess.PIPE,

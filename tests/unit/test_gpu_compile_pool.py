@@ -1,5 +1,6 @@
 """Processes that compile kernels for a start: what they bring, and how they and it end."""
 
+import errno
 import gc
 import json
 import os
@@ -173,6 +174,22 @@ def test_the_engine_compiles_where_no_process_does(
     assert count == 4
     assert "processes compiled 0 of 4 kernels" in caplog.messages
     wait_for(lambda: not started())
+
+
+def test_the_engine_compiles_where_no_socket_can_be_had(noted, asked, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    made = [socket.socketpair()]
+
+    def limited():
+        if not made:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return made.pop()
+
+    monkeypatch.setattr(compile_pool.socket, "socketpair", limited)
+    first, second = made[0]
+    count, _ = compile_all(noted, asked(noted))
+    assert count == 4
+    assert first.fileno() == second.fileno() == -1  # closed
 
 
 def test_a_process_that_is_killed_costs_its_kernel_alone(noted, hanging, started):
