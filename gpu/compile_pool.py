@@ -55,6 +55,7 @@ class _Shared:
     """A heap, long sources first: what began last would be waited for alone."""
     answers: dict[Key, Answer] = field(default_factory=dict)
     ended: bool = False
+    owner: int = field(default_factory=os.getpid)
 
 
 class CompilePool:
@@ -221,6 +222,8 @@ def _answers(shared: _Shared, own: socket.socket, answers: IO[bytes], key: Key, 
 
 
 def _end(shared: _Shared) -> None:
+    if os.getpid() != shared.owner:
+        return  # a fork of the engine's process, which has copies, of locks that are taken too
     with shared.changed:
         shared.ended = True
         shared.changed.notify_all()

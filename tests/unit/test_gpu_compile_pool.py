@@ -224,6 +224,26 @@ def test_a_pool_that_is_dropped_ends(started):
     wait_for(lambda: not started())
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_fork_that_exits_leaves_the_engine_its_processes(asked, started):
+    """Of a user's program: what runs as it exits would end the pool's connections, and might wait
+    for a lock that nobody there gives back.
+    """
+    pool = asked({})
+    wait_for(lambda: len(started()) == 3)
+    with pool._shared.changed:
+        fork = os.fork()
+        if not fork:
+            try:
+                pool._end()
+            finally:
+                os._exit(0)
+    os.waitpid(fork, 0)
+    time.sleep(0.5)
+    assert len(started()) == 3
+    assert pool._shared.serving == 2
+
+
 def test_processes_end_with_the_engine_that_is_killed():
     code = """
 import time
