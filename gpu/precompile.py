@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import partial
-from threading import Thread, get_ident
+from threading import Lock, Thread, get_ident
 from typing import Any
 
 import torch
@@ -34,6 +34,10 @@ LOG = logging.getLogger("twinfer.gpu")
 Noted = dict[tuple[int, str], Any]
 """Kernels by (id of the kernel, what to compile it for)."""
 THREADS = 16
+_noting = Lock()
+"""What keeps kernels from being launched holds for the whole process: were it taken back in another
+order than it was put in place, it would stay.
+"""
 
 
 @contextmanager
@@ -42,7 +46,7 @@ def kernels_noted(tell: Callable[[Any, str], None] | None = None) -> Iterator[No
     not compiled yet are noted, and `tell` gets each. Those that are, by an engine before, must not
     run either: what they are given may stand for places in memory.
 
-    Without Triton, or with one older than 3.4, nothing is noted.
+    Without Triton, or with one older than 3.4, nothing is noted. One thread after another notes.
     """
     noted: Noted = {}
     try:
@@ -68,17 +72,16 @@ def kernels_noted(tell: Callable[[Any, str], None] | None = None) -> Iterator[No
                 tell(kernel, data)
         return True
 
-    launch = JITFunction.run
-
     def find(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
         return launch(kernel, *args, grid=grid, warmup=warmup or get_ident() == own, **named)
 
-    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
-    JITFunction.run = find
-    try:
-        yield noted
-    finally:
-        knobs.runtime.jit_cache_hook, JITFunction.run = before, launch
+    with _noting:
+        launch, before = JITFunction.run, knobs.runtime.jit_cache_hook
+        knobs.runtime.jit_cache_hook, JITFunction.run = note, find
+        try:
+            yield noted
+        finally:
+            knobs.runtime.jit_cache_hook, JITFunction.run = before, launch
 
 
 class _Products(TorchFunctionMode):

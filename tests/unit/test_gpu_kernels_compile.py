@@ -620,6 +620,32 @@ def test_other_threads_launch_while_kernels_are_noted(driver):
     assert not noted
 
 
+def test_engines_that_start_side_by_side_launch_afterwards(driver):
+    """Each in a thread. What both put in place must be gone, whichever ends first."""
+    from twinfer.gpu.precompile import kernels_noted
+
+    first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
+
+    def first():
+        with kernels_noted():
+            first_in.set()
+            second_in.wait(0.5)
+        first_out.set()
+
+    def second():
+        first_in.wait()
+        with kernels_noted():
+            second_in.set()
+            first_out.wait()
+
+    with ThreadPoolExecutor(2) as starts:
+        for start in [starts.submit(first), starts.submit(second)]:
+            start.result()
+        for call in [starts.submit(text_kernel[(1,)], torch.zeros(1), TEXT=x) for x in "ab"]:
+            call.result()
+    assert driver.launches == ["text_kernel"] * 2
+
+
 def test_kernels_are_loaded_on_the_gpu_that_is_current(monkeypatch):
     """By threads, each of which begins on the first: as for a rank, or an engine on `cuda:1`."""
     from twinfer.gpu.precompile import compile_together
