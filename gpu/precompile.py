@@ -112,11 +112,11 @@ def call_kernels(model: ModelConfig, config: ResolvedConfig, plans: Plans) -> No
             if inside or call.op not in plan or plan[call.op].provider != "triton":
                 continue
             function = plan[call.op].implementation.function
-            # Arrays of one shape are one array here.
+            # Not by the arrays' ids: those of a stage from outside are gone by the next kind.
             key = (
                 function,
                 *(
-                    (name, id(x) if isinstance(x, torch.Tensor) else repr(x))
+                    (name, (x.shape, x.stride(), x.dtype) if torch.is_tensor(x) else repr(x))
                     for name, x in call.arguments.items()
                 ),
             )

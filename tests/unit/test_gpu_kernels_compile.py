@@ -582,6 +582,26 @@ def test_a_cold_start_compiles_few_kernels(h200, shape, most):
     assert kernels["decode_kernel"] > 5  # they were asked for
 
 
+def test_equal_calls_are_those_of_arrays_that_are_alike(monkeypatch):
+    """Arrays of a kind are gone when those of the next are made, which may have their ids."""
+    from twinfer.gpu import precompile
+
+    called = []
+    made = SimpleNamespace(function=lambda x, n: called.append((*x.shape, n)))
+    choice = SimpleNamespace(provider="triton", implementation=made)
+    plans = {kind: {"an op": choice} for kind in precompile.KINDS}
+
+    def record(model, config, kind):
+        wide = precompile.KINDS.index(kind) + 1
+        sizes = [(1, wide), (1, wide), (1, 1)]
+        arrays = [torch.empty(size, device="meta") for size in sizes]
+        return [SimpleNamespace(op="an op", arguments={"x": x, "n": 3}, parents=()) for x in arrays]
+
+    monkeypatch.setattr(precompile, "record", record)
+    precompile.call_kernels(None, None, plans)
+    assert called == [(1, wide + 1, 3) for wide in range(len(plans))]
+
+
 def test_what_takes_longest_is_compiled_first(monkeypatch):
     """By the length of its source: a kernel that came last would be waited for alone."""
     from twinfer.gpu import precompile
