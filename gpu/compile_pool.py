@@ -127,8 +127,11 @@ class CompilePool:
 
 def make_pool(ranks: int) -> CompilePool | None:
     """A pool for one of so many ranks on this machine; None if it would not help: there are one or
-    two processors, little memory, or a Triton whose kernels cannot be noted.
+    two processors, little memory, or a Triton whose kernels cannot be noted. Nor is there one where
+    Python is part of a program: what is called its executable may be that program.
     """
+    if not sys.executable or getattr(sys, "frozen", False):
+        return None
     try:
         from triton import knobs  # noqa: F401 - from 3.4 on
     except ImportError:

@@ -344,6 +344,19 @@ def test_size_of_a_pool(monkeypatch, processors, memory, ranks, size):
 
 
 @pytest.mark.parametrize(
+    ("name", "value"), [("executable", None), ("executable", ""), ("frozen", True)]
+)
+def test_no_pool_where_python_is_part_of_a_program(monkeypatch, name, value):
+    """Which would start itself again, or have nothing to start."""
+    monkeypatch.setattr(compile_pool, "processors_of", lambda pid: 16)
+    monkeypatch.setattr(compile_pool, "_available", lambda: 1 << 40)
+    monkeypatch.setattr(compile_pool, "CompilePool", lambda count: count)
+    assert make_pool(1) == 15
+    monkeypatch.setattr(sys, name, value, raising=False)
+    assert make_pool(1) is None
+
+
+@pytest.mark.parametrize(
     ("told", "limit", "size"),
     [
         ("MemTotal: 9 kB\nMemAvailable:  8 kB\n", "max\n", 8 << 10),
