@@ -73,6 +73,8 @@ class Driver:
 def main() -> None:
     """Fork a worker for each socket, given by its number, until the input ends."""
     os.dup2(2, 1)  # what the compilers print that are called
+    # A program may have the engine's children be reaped by themselves, which is inherited.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     import_alone(KERNELS)
     _prepare()
     sockets = [int(word) for word in sys.argv[1:]]

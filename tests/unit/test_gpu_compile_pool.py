@@ -260,6 +260,20 @@ time.sleep(1000)
     wait_for(lambda: not any(is_running(pid) for pid in (first, *forks)))
 
 
+def test_processes_end_well_where_a_program_does_not_wait_for_its_own():
+    """A signal that is ignored is ignored in what is started, too."""
+    ours, theirs = socket.socketpair()
+    code = f"""
+import os, signal
+from twinfer.gpu import compile_pool
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+os.execv(compile_pool.COMMAND[0], (*compile_pool.COMMAND, "{theirs.fileno()}"))
+"""
+    command = [sys.executable, "-P", "-c", code]
+    with ours, theirs:
+        subprocess.run(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], check=True)
+
+
 @pytest.mark.parametrize("ends", ["its input", "the process that forked it"])
 def test_a_process_ends_amid_a_kernel(tmp_path, ends):
     """With what it has called, once nobody waits for it."""
