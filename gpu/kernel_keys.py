@@ -55,7 +55,9 @@ def settle_own_keys() -> None:
     kernels = []
     for name, module in sorted(sys.modules.items()):
         if name.startswith(f"{__package__}."):
-            kernels += [each for each in vars(module).values() if isinstance(each, JITFunction)]
+            # Another thread may be importing it.
+            values = [*vars(module).values()]
+            kernels += [each for each in values if isinstance(each, JITFunction)]
     settle_keys(*kernels)
 
 

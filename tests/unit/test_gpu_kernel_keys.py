@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -24,6 +25,22 @@ def test_keys_do_not_depend_on_which_kernel_came_first(forget_keys):
     settle_own_keys()
     assert all(each.hash for each in found.values())
     assert settled[0] == {name: each.cache_key for name, each in found.items()}
+
+
+def test_a_module_that_another_thread_imports(monkeypatch):
+    """Its names become more while they are looked through."""
+    from twinfer.gpu import kernel_keys
+
+    class Slow:
+        @property
+        def __class__(self):
+            setattr(module, f"name_{len(vars(module))}", None)
+            return Slow
+
+    module = ModuleType(f"{kernel_keys.__package__}.imported_now")
+    module.slow, module.another = Slow(), None
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    kernel_keys.settle_own_keys()
 
 
 def test_kernels_that_are_imported_late_have_their_keys_too():
