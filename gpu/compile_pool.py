@@ -216,7 +216,7 @@ def _answers(shared: _Shared, own: socket.socket, answers: IO[bytes], key: Key, 
     """Whether a process has answered, whatever its answer."""
     answer = None
     with suppress(OSError, ValueError, TypeError):  # it has ended, perhaps amid an answer
-        own.sendall(encode(job))
+        own.sendall(encode(job), socket.MSG_NOSIGNAL)  # SIGPIPE may be as it is by default
         answer = Answer(*json.loads(answers.readline()))
     with shared.changed:
         shared.answers[key] = answer or Answer(error="its process has ended")

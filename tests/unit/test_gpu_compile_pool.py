@@ -200,6 +200,27 @@ def test_a_process_that_is_killed_costs_its_kernel_alone(noted, hanging, started
     wait_for(lambda: not started())
 
 
+def test_an_engine_that_no_signal_of_a_pipe_may_end():
+    """As where a program has SIGPIPE do what it does to programs of the shell."""
+    code = """
+import signal, sys
+from types import SimpleNamespace
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+from twinfer.gpu import compile_pool
+compile_pool.COMMAND = (sys.executable, "-c", "")
+pool = compile_pool.CompilePool(2)
+pool._shared.process.wait()
+pool._target = "cuda", 90, 32
+name = f"{compile_pool.KERNELS}.some_kernel"
+kernel = SimpleNamespace(fn=SimpleNamespace(__module__=name, __qualname__="kernel"), src="")
+pool.ask(kernel, "{}")
+print(pool.wait({(id(kernel), "{}")}, lambda done: None))
+"""
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    assert done.stdout.split() == ["{}"]
+
+
 def test_a_process_that_hangs_is_given_up(noted, hanging, started, monkeypatch):
     pool, number = hanging
     monkeypatch.setattr(compile_pool, "PATIENCE_S", 0.1)
