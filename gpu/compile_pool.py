@@ -70,8 +70,14 @@ class CompilePool:
         self._asked: dict[Key, Any] = {}
         self._target: tuple[str, int, int] | None = None
         self._end = weakref.finalize(self, _end, shared)
-        for each in sockets:
-            threading.Thread(target=_serve, args=(shared, each), daemon=True).start()
+        for begun, each in enumerate(sockets):
+            try:
+                threading.Thread(target=_serve, args=(shared, each), daemon=True).start()
+            except RuntimeError as error:  # there are as many as may be
+                LOG.info("no thread to have kernels compiled: %r", error)
+                with shared.changed:
+                    shared.serving -= len(sockets) - begun
+                break
 
     def ask(self, kernel: Any, data: str) -> None:
         """Have a kernel compiled, if it is one of ours: others may be in no module that a process

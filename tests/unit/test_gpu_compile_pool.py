@@ -221,6 +221,20 @@ print(pool.wait({(id(kernel), "{}")}, lambda done: None))
     assert done.stdout.split() == ["{}"]
 
 
+def test_the_engine_compiles_what_no_thread_can_ask_for(noted, asked, monkeypatch, tmp_path):
+    """As where the threads of a container are limited."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as limited:
+        limited.setattr(compile_pool.threading.Thread, "start", fail)
+        pool = asked(noted)
+    count, _ = compile_all(noted, pool)
+    assert count == 4
+
+
 def test_a_process_that_hangs_is_given_up(noted, hanging, started, monkeypatch):
     pool, number = hanging
     monkeypatch.setattr(compile_pool, "PATIENCE_S", 0.1)
