@@ -36,7 +36,12 @@ PATIENCE_S = 60.0
 """How long the processes may compile no kernel until they are given up. One takes up to 4 s."""
 ENDING_S = 5.0
 """How long the processes may take to end by themselves."""
-COMMAND = (sys.executable, "-P", "-m", compile_process.__name__)
+_ALONE = {"-E": sys.flags.ignore_environment, "-s": sys.flags.no_user_site}
+COMMAND = (
+    sys.executable, "-P", *(name for name, is_set in _ALONE.items() if is_set),
+    "-m", compile_process.__name__,
+)  # fmt: skip
+"""Code is looked for in no place where this process, by its options, looks for none."""
 
 Key: TypeAlias = tuple[int, str]
 """The id of a kernel, and what to compile it for."""

@@ -466,6 +466,18 @@ print("triton" in sys.modules, "torch" in sys.modules)
     assert done.stdout.split() == ["True", "False"]
 
 
+def test_a_process_runs_no_code_that_an_isolated_engine_would_not(tmp_path):
+    """With `python -I` the environment and the user's folder name none."""
+    (tmp_path / "sitecustomize.py").write_text("raise SystemExit('run')")
+    code = """
+import subprocess, sys
+from twinfer.gpu.compile_pool import COMMAND
+sys.exit(subprocess.call(COMMAND, stdin=subprocess.DEVNULL))
+"""
+    command = [sys.executable, "-I", "-c", code]
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, check=True)
+
+
 def test_a_launcher_that_does_not_compile_is_left_to_the_engine(monkeypatch, capsys):
     from triton.backends.nvidia import driver
 
