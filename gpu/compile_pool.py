@@ -248,7 +248,8 @@ def _end(shared: _Shared) -> None:
     try:
         process.wait(ENDING_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended, and a program's own code has waited
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     for own in shared.sockets:
         # Forks end by that too, had theirs ended before them.

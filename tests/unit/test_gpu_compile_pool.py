@@ -244,6 +244,23 @@ def test_a_process_that_hangs_is_given_up(noted, hanging, started, monkeypatch):
     wait_for(lambda: not started())
 
 
+def test_a_process_that_ends_late_and_is_waited_for_elsewhere(asked, started, monkeypatch):
+    """By a program that waits for whatever it has started."""
+    pool = asked({})
+    process = pool._shared.process
+    wait = process.wait
+
+    def late(timeout=None):
+        code = wait()
+        if timeout is None:
+            return code
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(process, "wait", late)
+    pool.close()
+    wait_for(lambda: not started())
+
+
 def test_what_is_not_needed_is_not_waited_for(noted, hanging):
     """As arrays without data may ask for kernels that no program launches."""
     pool, _ = hanging
