@@ -27,7 +27,7 @@ from ..shared.models import decoder
 from ..shared.models.caches import layout_of, request_pages, step_shape
 from ..shared.models.config import ModelConfig
 from ..shared.models.placement import shard_config
-from ..shared.models.spec import Place
+from ..shared.models.spec import Place, Shard
 from ..shared.models.table import parameter_count
 from ..shared.packer import padding
 from ..shared.progress import Progress
@@ -171,12 +171,16 @@ class TorchWorker:
         watch_triton()
         self._pool: CompilePool | None = None
         if self._kernels_missing():
-            with code_kept_in(self._kept_in):
-                self._pool = make_pool(1 if shard is None else shard.count)
-                if self._pool is not None and shard is None:
-                    # Most kernels are compiled while weights are read. Shards would exchange data.
-                    with kernels_noted(self._pool.ask):
-                        call_kernels(model, config, self._plans)
+            self._begin_kernels(model, shard)
+
+    @phase
+    def _begin_kernels(self, model: ModelConfig, shard: Shard | None) -> None:
+        """Have most kernels compiled while weights are read."""
+        with code_kept_in(self._kept_in):
+            self._pool = make_pool(1 if shard is None else shard.count)
+            if self._pool is not None and shard is None:  # shards would exchange data
+                with kernels_noted(self._pool.ask):
+                    call_kernels(model, self.config, self._plans)
 
     @phase
     @advise(advice.weights)

@@ -519,3 +519,21 @@ def test_phases_that_fail_end_the_pool():
     with pytest.raises(KeyboardInterrupt):
         load(SimpleNamespace(end_pool=lambda: ended.append(True)))
     assert ended == [True]
+
+
+def test_a_worker_that_is_not_made_has_no_pool(monkeypatch):
+    """An interrupt is kept by who shows where it came, and with it the worker."""
+    from twinfer.gpu import worker
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    ended = []
+    pool = SimpleNamespace(ask=None, close=lambda: ended.append(True))
+    monkeypatch.setattr(worker, "make_pool", lambda ranks: pool)
+    monkeypatch.setattr(worker, "call_kernels", interrupted)
+    made = object.__new__(worker.TorchWorker)
+    made._kept_in = made.config = made._plans = made._pool = None
+    with pytest.raises(KeyboardInterrupt):
+        made._begin_kernels(None, None)
+    assert ended
