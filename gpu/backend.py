@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -115,20 +116,25 @@ def open_cache(root: str | None, factors: Mapping[str, Any]) -> Path | None:
         return None
 
 
+_keeping = RLock()
+"""The folders are the whole process': another thread would take them away, or leave its own."""
+
+
 @contextmanager
 def code_kept_in(folder: Path | None) -> Iterator[None]:
-    """Within the block, Inductor and Triton keep what they compile in `folder`."""
+    """Within the block, Inductor and Triton keep what they compile in `folder`, or where they do
+    without one. Threads are in such blocks one after another.
+    """
     names = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-    if folder is None:
-        yield
-        return
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update({name: str(folder / part) for name, part in names.items()})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    with _keeping:
+        before = {name: os.environ.get(name) for name in names}
+        if folder is not None:
+            os.environ.update({name: str(folder / part) for name, part in names.items()})
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value

@@ -4,6 +4,8 @@ shapes without data.
 
 import dataclasses
 import json
+import os
+import threading
 import warnings
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,7 +16,7 @@ import torch
 
 from twinfer.bucketing import Descriptor, Table
 from twinfer.gpu import start_plan
-from twinfer.gpu.backend import key_factors
+from twinfer.gpu.backend import code_kept_in, key_factors
 from twinfer.gpu.compilation import check_effect, compiled_kinds
 from twinfer.gpu.fit import fit_mode
 from twinfer.gpu.inputs import StepInputs
@@ -603,3 +605,26 @@ def test_factors_are_written_beside_the_plan(tmp_path):
     stored = json.loads((kept.parent / "factors.json").read_text())
     assert stored["config"]["max_num_seqs"] == 256
     assert stored["memory"]["total"] == GPU.memory
+
+
+def test_engines_that_start_in_threads_keep_code_in_their_own_folders(monkeypatch, tmp_path):
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    inside, seen = threading.Event(), []
+
+    def start(name, before, after):
+        before()
+        with code_kept_in(tmp_path / name):
+            after()
+            seen.append(os.environ["TRITON_CACHE_DIR"])
+
+    second = threading.Thread(target=start, args=("second", inside.wait, lambda: None))
+    second.start()
+
+    def meet():
+        inside.set()
+        second.join(0.2)
+
+    start("first", lambda: None, meet)
+    second.join()
+    assert seen == [str(tmp_path / name / "triton") for name in ("first", "second")]
+    assert "TRITON_CACHE_DIR" not in os.environ
