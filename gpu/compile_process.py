@@ -136,9 +136,10 @@ def _prepare() -> None:
     """Do what each worker would do: import Triton and the kernels, and have Triton take a digest of
     its own files.
     """
-    from triton.runtime.cache import triton_key
+    with suppress(ImportError):  # it stands elsewhere in others
+        from triton.runtime.cache import triton_key
 
-    triton_key()
+        triton_key()
     import_kernels()
 
 

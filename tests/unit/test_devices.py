@@ -195,8 +195,13 @@ def test_a_process_of_the_gpus_suite_has_its_gpu_before_cuda_is_asked(monkeypatc
     monkeypatch.setattr(
         torch.cuda, "is_available", lambda: not seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
     )
+    from twinfer.gpu import compile_pool
+
     for worker in ("gw0", "gw1", "gw2"):
+        monkeypatch.setattr(compile_pool, "MOST", 16)
         os.environ["CUDA_VISIBLE_DEVICES"] = "4,7"
-        options = SimpleNamespace(getoption=lambda name: "cuda", workerinput={"workerid": worker})
+        told = {"workerid": worker, "workercount": 3}
+        options = SimpleNamespace(getoption=lambda name: "cuda", workerinput=told)
         conftest.pytest_configure(options)
+        assert compile_pool.MOST == 5  # they share the machine's processors
     assert seen == ["4", "7", "4"]
