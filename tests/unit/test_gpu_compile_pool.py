@@ -276,24 +276,38 @@ def test_a_pool_that_is_dropped_ends(started):
     wait_for(lambda: not started())
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_fork_that_exits_leaves_the_engine_its_processes(asked, started):
+def test_a_fork_that_exits_leaves_the_engine_its_processes():
     """Of a user's program: what runs as it exits would end the pool's connections, and might wait
     for a lock that nobody there gives back.
     """
-    pool = asked({})
-    wait_for(lambda: len(started()) == 3)
-    with pool._shared.changed:
-        fork = os.fork()
-        if not fork:
-            try:
-                pool._end()
-            finally:
-                os._exit(0)
-    os.waitpid(fork, 0)
-    time.sleep(0.5)
-    assert len(started()) == 3
-    assert pool._shared.serving == 2
+    code = """
+import os, sys, time
+from twinfer.gpu.compile_pool import CompilePool
+pool = CompilePool(2)
+print(pool._shared.process.pid, flush=True)
+sys.stdin.readline()
+with pool._shared.changed:
+    fork = os.fork()
+    if not fork:
+        try:
+            pool._end()
+        finally:
+            os._exit(0)
+os.waitpid(fork, 0)
+time.sleep(0.5)
+print(pool._shared.serving, flush=True)
+time.sleep(1000)
+"""
+    command = [sys.executable, "-P", "-W", "ignore", "-c", code]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as engine:
+        first = int(engine.stdout.readline())
+        forks = wait_for(lambda: len(children(first)) == 2 and children(first))
+        print(file=engine.stdin, flush=True)
+        assert engine.stdout.readline() == "2\n"
+        assert all(is_running(pid) for pid in (first, *forks))
+        engine.kill()
+    wait_for(lambda: not any(is_running(pid) for pid in (first, *forks)))
 
 
 def test_processes_end_with_the_engine_that_is_killed():
