@@ -75,7 +75,7 @@ def main() -> None:
     os.dup2(2, 1)  # what the compilers print that are called
     # A program may have the engine's children be reaped by themselves, which is inherited.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    import_alone(KERNELS)
+    bypass_package(KERNELS)
     _prepare()
     sockets = [int(word) for word in sys.argv[1:]]
     workers = [_fork(number, sockets) for number in sockets]
@@ -125,7 +125,7 @@ def _read(stream: IO[bytes], jobs: SimpleQueue[Job]) -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-def import_alone(package: str) -> None:
+def bypass_package(package: str) -> None:
     """Let modules of a package be imported without the package's own imports, torch among them."""
     module = ModuleType(package)
     module.__path__ = [str(Path(__file__).with_name(package.rpartition(".")[2]))]

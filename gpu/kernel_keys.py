@@ -23,7 +23,7 @@ def settle_keys(*kernels: Any) -> None:
     def settle(function: Any) -> None:
         if id(function) not in settled:
             settled.add(id(function))
-            for callee in _called(function):
+            for callee in _callees(function):
                 settle(callee)
             try:
                 function.cache_key  # noqa: B018 - kept with the function
@@ -61,7 +61,7 @@ def settle_own_keys() -> None:
     settle_keys(*kernels)
 
 
-def _called(function: Any) -> Iterator[Any]:
+def _callees(function: Any) -> Iterator[Any]:
     """The functions of Triton that one names, by themselves or as part of a module."""
     from triton.runtime import jit
 
