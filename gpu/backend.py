@@ -116,7 +116,7 @@ def open_cache(root: str | None, factors: Mapping[str, Any]) -> Path | None:
         return None
 
 
-_keeping = RLock()
+_folder_lock = RLock()
 """The folders are the whole process': another thread would take them away, or leave its own."""
 
 
@@ -126,7 +126,7 @@ def code_kept_in(folder: Path | None) -> Iterator[None]:
     without one. Threads are in such blocks one after another.
     """
     names = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-    with _keeping:
+    with _folder_lock:
         before = {name: os.environ.get(name) for name in names}
         if folder is not None:
             os.environ.update({name: str(folder / part) for name, part in names.items()})

@@ -36,9 +36,9 @@ PATIENCE_S = 60.0
 """How long the processes may compile no kernel until they are given up. One takes up to 4 s."""
 ENDING_S = 5.0
 """How long the processes may take to end by themselves."""
-_ALONE = {"-E": sys.flags.ignore_environment, "-s": sys.flags.no_user_site}
+_ISOLATION = {"-E": sys.flags.ignore_environment, "-s": sys.flags.no_user_site}
 COMMAND = (
-    sys.executable, "-P", *(name for name, is_set in _ALONE.items() if is_set),
+    sys.executable, "-P", *(name for name, is_set in _ISOLATION.items() if is_set),
     "-m", compile_process.__name__,
 )  # fmt: skip
 """Code is looked for in no place where this process, by its options, looks for none."""
@@ -72,16 +72,16 @@ class CompilePool:
         """Starts `count` processes, in the environment as it is now."""
         process, sockets = _start(count)
         self._shared = shared = _Shared(process, sockets, len(sockets))
-        self._asked: dict[Key, Any] = {}
+        self._kernels: dict[Key, Any] = {}
         self._target: tuple[str, int, int] | None = None
         self._end = weakref.finalize(self, _end, shared)
-        for begun, each in enumerate(sockets):
+        for index, each in enumerate(sockets):
             try:
                 threading.Thread(target=_serve, args=(shared, each), daemon=True).start()
             except RuntimeError as error:  # there are as many as may be
                 LOG.info("no thread to have kernels compiled: %r", error)
                 with shared.changed:
-                    shared.serving -= len(sockets) - begun
+                    shared.serving -= len(sockets) - index
                 break
 
     def ask(self, kernel: Any, data: str) -> None:
@@ -89,11 +89,11 @@ class CompilePool:
         finds, or in one that imports torch.
         """
         module, key = kernel.fn.__module__, (id(kernel), data)
-        if key in self._asked or not module.startswith(f"{KERNELS}."):
+        if key in self._kernels or not module.startswith(f"{KERNELS}."):
             return
         if self._target is None:
             self._target = _target_here()
-        number, self._asked[key] = len(self._asked), kernel
+        number, self._kernels[key] = len(self._kernels), kernel
         job = Job(module, kernel.fn.__qualname__, data, self._target)
         with self._shared.changed:
             heapq.heappush(self._shared.jobs, (-len(kernel.src), number, key, job))
@@ -104,31 +104,31 @@ class CompilePool:
         was compiled, by its key on disk.
         """
         shared, since, seen = self._shared, time.monotonic(), 0
-        wanted = self._asked.keys() & {*needed}
+        keys = self._kernels.keys() & {*needed}
         with shared.changed:
-            shared.jobs = [job for job in shared.jobs if job[2] in wanted]
+            shared.jobs = [job for job in shared.jobs if job[2] in keys]
             heapq.heapify(shared.jobs)
         answers: dict[Key, Answer] = {}
-        while len(answers) < len(wanted):
+        while len(answers) < len(keys):
             left = since + PATIENCE_S - time.monotonic()
             with shared.changed:
                 over = not shared.serving or left <= 0
-                if not over and len(shared.answers.keys() & wanted) == seen:
+                if not over and len(shared.answers.keys() & keys) == seen:
                     shared.changed.wait(left)
-                answers = {key: shared.answers[key] for key in wanted & shared.answers.keys()}
+                answers = {key: shared.answers[key] for key in keys & shared.answers.keys()}
             if over:
                 break
             if len(answers) > seen:
                 since, seen = time.monotonic(), len(answers)
                 progress(seen)
         self.close()
-        for key in wanted:
+        for key in keys:
             answer = answers.get(key, Answer(error="no answer"))
             if answer.error:
-                LOG.debug("%s, in a process: %s", self._asked[key], answer.error)
+                LOG.debug("%s, in a process: %s", self._kernels[key], answer.error)
         compiled = {key: answer.key for key, answer in answers.items() if answer.key}
-        if len(compiled) < len(wanted):
-            LOG.info("processes compiled %d of %d kernels", len(compiled), len(wanted))
+        if len(compiled) < len(keys):
+            LOG.info("processes compiled %d of %d kernels", len(compiled), len(keys))
         return compiled
 
     def close(self) -> None:

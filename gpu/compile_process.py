@@ -24,7 +24,7 @@ from threading import Thread
 from types import ModuleType
 from typing import IO, Any
 
-from .kernel_keys import import_kernels, settle_keys
+from .kernel_keys import hash_compiler, import_kernels, settle_keys
 
 KERNELS = f"{__package__}.kernels"
 """The package whose kernels are compiled here."""
@@ -133,13 +133,8 @@ def bypass_package(package: str) -> None:
 
 
 def _prepare() -> None:
-    """Do what each worker would do: import Triton and the kernels, and have Triton take a digest of
-    its own files.
-    """
-    with suppress(ImportError):  # it stands elsewhere in others
-        from triton.runtime.cache import triton_key
-
-        triton_key()
+    """Do what each worker would do before its first kernel."""
+    hash_compiler()
     import_kernels()
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import partial
-from threading import Lock, Thread, get_ident
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
@@ -26,15 +26,15 @@ from ..ops.choosing import COMPOSITION
 from ..shared.config import ResolvedConfig
 from ..shared.models.calls import KINDS
 from ..shared.models.config import ModelConfig
-from .compile_pool import CompilePool
+from .compile_pool import CompilePool, Key
 from .kernels.counters import counters_of_capture, make_counters
 from .plans import record
 
 LOG = logging.getLogger("twinfer.gpu")
-Noted = dict[tuple[int, str], Any]
-"""Kernels by (id of the kernel, what to compile it for)."""
+Noted = dict[Key, Any]
+"""Kernels by their keys."""
 THREADS = 16
-_noting = Lock()
+_note_lock = Lock()
 """What keeps kernels from being launched holds for the whole process: were it taken back in another
 order than it was put in place, it would stay.
 """
@@ -75,7 +75,7 @@ def kernels_noted(tell: Callable[[Any, str], None] | None = None) -> Iterator[No
     def find(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
         return launch(kernel, *args, grid=grid, warmup=warmup or get_ident() == own, **named)
 
-    with _noting:
+    with _note_lock:
         launch, before = JITFunction.run, knobs.runtime.jit_cache_hook
         knobs.runtime.jit_cache_hook, JITFunction.run = note, find
         try:
@@ -104,7 +104,7 @@ def call_kernels(model: ModelConfig, config: ResolvedConfig, plans: Plans) -> No
     """Call what the programs call of Triton, on arrays without data, so that it can be noted before
     there are weights. Where an implementation needs the data, what it launches is noted later.
     """
-    zeros, called = make_counters(torch.device("meta")), set()
+    zeros, calls = make_counters(torch.device("meta")), set()
     for kind in KINDS:
         plan = plans[kind]
         for call in record(model, config, kind):
@@ -120,25 +120,14 @@ def call_kernels(model: ModelConfig, config: ResolvedConfig, plans: Plans) -> No
                     for name, x in call.arguments.items()
                 ),
             )
-            if key in called:
+            if key in calls:
                 continue
-            called.add(key)
+            calls.add(key)
             try:
                 with _Products(), counters_of_capture(zeros):
                     function(**call.arguments)
             except Exception as error:
                 LOG.debug("%s without data: %r", call.op, error)
-
-
-def hash_compiler() -> None:
-    """Begin what Triton does before its first kernel: a digest of its own files, a third of a
-    second.
-    """
-    try:
-        from triton.runtime.cache import triton_key
-    except ImportError:
-        return
-    Thread(target=triton_key, daemon=True).start()
 
 
 def compile_together(

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import wraps
 from pathlib import Path
+from threading import Thread
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -42,13 +43,13 @@ from .devices import find_device, find_rank_device
 from .fit import bind_plans, chooses, fit_mode, without_kernels
 from .graphs import GraphRecorder
 from .inputs import StepInputs
-from .kernel_keys import settle_own_keys
+from .kernel_keys import hash_compiler, settle_own_keys
 from .module import Decoder
 from .monitor import count_late, watch_triton
 from .one_device import on_device
 from .plans import PROMPT_ROWS, make_plans
 from .precision import pin_precision
-from .precompile import call_kernels, compile_together, hash_compiler, kernels_noted
+from .precompile import call_kernels, compile_together, kernels_noted
 from .programs import TOP, Programs
 from .ranks import Ranks, join, least, shard_here
 from .recording import CACHE_DTYPES, DTYPES
@@ -128,7 +129,7 @@ class TorchWorker:
             model = shard_config(model, shard)
         pin_precision()
         if device.platform == "cuda":
-            hash_compiler()
+            Thread(target=hash_compiler, daemon=True).start()
         if device.platform == "cpu" and parameter_count(self._table) < SMALL_MODEL:
             torch.set_num_threads(1)
         try:
