@@ -298,9 +298,9 @@ def resolve(
     `tpu`) is heard after them. With `calls`, what a model calls, the plan covers these ops and the
     finer ones of compositions, and a provider must take the arguments of every call. Without, it
     covers all ops that have an implementation. With `row_invariant`, only what promises that is
-    chosen, and the plain ones that do are tried behind the user's wishes. Raises OpError for an
-    unknown op or provider, for an op of the model without an implementation that takes everything,
-    and for a predicate that takes some programs only.
+    chosen, and the plain ones that do are tried behind what the platform prefers. Raises OpError
+    for an unknown op or provider, for an op of the model without an implementation that takes
+    everything, and for a predicate that takes some programs only.
     """
     from .plugins import load_plugins
 
@@ -309,10 +309,12 @@ def resolve(
     defaults = {op: order for (op, where), order in _defaults.items() if where == framework}
     wishes: dict[Voice, Mapping[str, Sequence[str]]] = {
         "scoped": _scoped.get(),
-        "user": _with_rows(framework, priorities or {}) if row_invariant else priorities or {},
+        "user": priorities or {},
         "default": defaults,
         "platform": preferred(framework, platform),
     }
+    if row_invariant:
+        wishes["platform"] = _with_rows(framework, wishes["platform"])
     by_op: dict[str, list[Call]] = {}
     for call in calls or ():
         by_op.setdefault(call.op, []).append(call)
@@ -330,7 +332,7 @@ def resolve(
 def _with_rows(
     framework: Framework, priorities: Mapping[str, Sequence[str]]
 ) -> dict[str, Sequence[str]]:
-    """The user's wishes, and behind them the plain implementations that are row-invariant."""
+    """The wishes, and behind them the plain implementations that are row-invariant."""
     plain = {
         op for (op, where), known in IMPLEMENTATIONS.items() if where == framework and ROWS in known
     }

@@ -152,7 +152,7 @@ judged_by(
     Testing(
         _route_cases,
         magnitude=_route_magnitude,
-        rows=("logits",),
+        rows=("logits", "slots"),
         mutants={fault: partial(_route, fault=fault) for fault in ROUTE_FAULTS},
         truth=_route,
     ),

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 
 from ..declare import Array
 from ..implement import ROWS, implement
-from ..namespaces import namespace
 from ..reference.paged import check_reach
-from .blocks import QUERY_BLOCK, ROW_BLOCK, register_sums
+from .blocks import ROW_BLOCK, register
 from .jax_attention import KV_BLOCK, attend
 
 rows = partial(implement, provider=ROWS, framework="jax", row_invariant=True)
@@ -35,23 +34,7 @@ def _by_block(run: Callable[..., Any], size: int, *arrays: jax.Array) -> Any:
     return jax.tree.map(lambda x: x.reshape(blocks * size, *x.shape[2:])[:count], out)
 
 
-register_sums("jax", _by_block)
-
-
-@rows("linear")
-def linear(x: Array, weight: Array, bias: Array | None) -> Array:
-    """See the op."""
-    xp = namespace("jax")
-    found: Array = _by_block(lambda block: xp.linear(block, weight, bias), ROW_BLOCK, x)
-    return found
-
-
-@rows("logits")
-def logits(x: Array, weight: Array) -> Array:
-    """See the op."""
-    xp = namespace("jax")
-    found: Array = _by_block(lambda block: xp.linear_accumulated(block, weight), ROW_BLOCK, x)
-    return found
+register("jax", _by_block)
 
 
 @rows("paged_attention")
@@ -93,5 +76,5 @@ def paged_attention(
         found = attended(q[:, None], page_table[request], lengths[:, None] - 1, lengths)
         return jnp.where((lengths > 0)[:, None, None], found[:, 0], 0)
 
-    out: Array = _by_block(run, QUERY_BLOCK, q, request, lengths)
+    out: Array = _by_block(run, ROW_BLOCK, q, request, lengths)
     return out

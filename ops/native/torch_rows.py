@@ -15,11 +15,9 @@ import torch.nn.functional as F
 
 from ..declare import Array
 from ..implement import ROWS, implement
-from ..namespaces import namespace
 from ..reference.paged import check_reach, oldest_seen
-from .blocks import QUERY_BLOCK, ROW_BLOCK, register_sums
+from .blocks import ROW_BLOCK, register
 
-XP = namespace("torch")
 SLOT_BLOCK = 128
 
 rows = partial(implement, provider=ROWS, framework="torch", row_invariant=True, sized=True)
@@ -36,23 +34,7 @@ def _by_block(run: Callable[..., Any], size: int, *arrays: torch.Tensor) -> Any:
     return torch.cat(found)[:count]
 
 
-register_sums("torch", _by_block, sized=True)
-
-
-@rows("linear")
-def linear(x: Array, weight: Array, bias: Array | None) -> Array:
-    """See the op."""
-    run = partial(XP.linear, w=weight, bias=bias)
-    found: Array = _by_block(run, ROW_BLOCK, x)
-    return found
-
-
-@rows("logits")
-def logits(x: Array, weight: Array) -> Array:
-    """See the op."""
-    run = partial(XP.linear_accumulated, w=weight)
-    found: Array = _by_block(run, ROW_BLOCK, x)
-    return found
+register("torch", _by_block, sized=True)
 
 
 @rows("paged_attention", host_metadata=True)
@@ -84,14 +66,14 @@ def paged_attention(
     position = past[request] + index
     settings = window, chunk, scale, soft_cap, k_scale, v_scale, sinks
     out = torch.zeros_like(q)
-    for first in range(0, len(request), QUERY_BLOCK):
-        block = slice(first, first + QUERY_BLOCK)
-        missing = QUERY_BLOCK - len(request[block])
-        queries = F.pad(q[block][: QUERY_BLOCK - missing], (0, 0, 0, 0, 0, missing))
+    for first in range(0, len(request), ROW_BLOCK):
+        block = slice(first, first + ROW_BLOCK)
+        missing = ROW_BLOCK - len(request[block])
+        queries = F.pad(q[block][: ROW_BLOCK - missing], (0, 0, 0, 0, 0, missing))
         of_request = F.pad(request[block], (0, missing)).to(q.device)
         places = F.pad(position[block], (0, missing), value=-1)
         found = _attend(queries, kv, page_table[of_request], places, *settings)
-        out[first : first + QUERY_BLOCK - missing] = found[: QUERY_BLOCK - missing]
+        out[first : first + ROW_BLOCK - missing] = found[: ROW_BLOCK - missing]
     return out
 
 

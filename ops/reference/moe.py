@@ -204,15 +204,28 @@ def grouped_linear(
     expert = xp.sum(xp.astype(row[:, None] >= ends[None, :], xp.int32), axis=-1, dtype=xp.int32)
 
     def select(i: Any, out: Any) -> Array:
-        wide = weight[i]
-        if scale is not None:
-            own = None if zero is None else zero[i]
-            wide = xp.astype(widened_weight(xp, wide, scale[i], own, kind), x.dtype)
-        y = xp.linear_accumulated(x, wide)
-        y = y if bias is None else y + xp.accumulate(bias[i])[None, :]
-        return xp.where((expert == i)[:, None], y, out)
+        own = (None if y is None else y[i] for y in (weight, scale, zero, bias))
+        return xp.where((expert == i)[:, None], product_of_expert(xp, x, *own, kind), out)
 
     return xp.astype(xp.loop(1, weight.shape[0], select, select(0, 0.0)), x.dtype)
+
+
+def product_of_expert(
+    xp: Any,
+    x: Array,
+    weight: Array,
+    scale: Array | None,
+    zero: Array | None,
+    bias: Array | None,
+    kind: str,
+) -> Array:
+    """x [row k] by the weight of one expert as `grouped_linear` has it, plus bias [n], accumulated:
+    [row n].
+    """
+    if scale is not None:
+        weight = xp.astype(widened_weight(xp, weight, scale, zero, kind), x.dtype)
+    y = xp.linear_accumulated(x, weight)
+    return y if bias is None else y + xp.accumulate(bias)[None, :]
 
 
 @define(

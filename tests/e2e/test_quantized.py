@@ -195,12 +195,14 @@ def logits(model, prompt):
 def test_company_changes_nothing(quantized, scheme, backend, device):
     """64 requests alone, and together in a cache that does not hold them."""
     folder, _ = quantized(scheme)
-    options = dict(async_scheduling=False, enable_prefix_caching=False)
+    # Where tokens are quantised, the last bit of a sum may move one across an edge.
+    same_bits = dict(row_invariant=scheme in TOKENS)
+    options = dict(async_scheduling=False, enable_prefix_caching=False) | same_bits
     subject = batching.engine(folder, backend, device, **options)
     requests = batching.workload(subject.model.vocab_size)
     alone = batching.run_alone(subject, requests)
     subject.close()
-    subject = batching.engine(folder, backend, device, num_pages=24)
+    subject = batching.engine(folder, backend, device, num_pages=24, **same_bits)
     together = batching.run_together(subject, requests)
     differ = [i for i in range(len(alone)) if together[i] != alone[i]]
     assert not differ, f"requests {differ} of {len(alone)}"

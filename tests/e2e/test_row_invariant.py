@@ -3,6 +3,9 @@
 import numpy as np
 import pytest
 
+from twinfer.ops import resolve as choose
+from twinfer.ops.declare import OpError
+from twinfer.ops.implement import IMPLEMENTATIONS, ROWS
 from twinfer.serving.cli import main
 from twinfer.serving.llm import LLM
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
@@ -12,6 +15,7 @@ from twinfer.shared.models.config_json import load_config
 from twinfer.shared.sampling_params import SamplingParams
 
 from .conftest import build
+from .quantized_checkpoints import make, make_mxfp4
 
 COUNT = 64
 SIZES = {
@@ -63,20 +67,56 @@ def company(folder, device, **options):
     return sum(alone[i] != together[i] for i in range(COUNT)), preempted
 
 
+FAMILIES = ("qwen3", "gemma3", "gemma4-small", "olmo2", "mixtral", "minimax-m2", "gemma4-experts")
+FORMATS = (
+    "int8", "fp8-channel", "fp8-tensor-static", "deepseek", "packed-zeros", "fp8-experts", "mxfp4",
+)  # fmt: skip
+"""Of weights: tokens quantised by row, by one scale and by blocks, and as they are; and experts."""
+QUICK = [("torch", "qwen3"), ("torch", "mixtral"), ("torch", "fp8-channel")]
+FEW_PAGES = {"gemma4-experts": 90, "mxfp4": 75}
+"""Layers with windows hold few pages: fewer must be there for some request to give way."""
 CASES = [
-    pytest.param(
-        backend, model, marks=() if (backend, model) == ("torch", "qwen3") else pytest.mark.slow
-    )
+    pytest.param(backend, model, marks=() if (backend, model) in QUICK else pytest.mark.slow)
     for backend in ("torch", "jax")
-    for model in ("qwen3", "gemma3", "gemma4-small", "olmo2")
+    for model in FAMILIES + FORMATS
 ]
+
+
+def make_model(name, folder):
+    if name in FAMILIES:
+        build(name, folder)
+    elif name == "mxfp4":
+        make_mxfp4(folder)
+    elif name == "fp8-experts":
+        make(folder, "fp8-block", "qwen3-moe", moe_intermediate_size=64, num_experts=6)
+    else:
+        make(folder, name)
 
 
 @pytest.mark.parametrize(("backend", "model"), CASES)
 def test_company_changes_no_bit(backend, model, device, tmp_path):
-    build(model, str(tmp_path / "it"))
-    changed, preempted = company(str(tmp_path / "it"), device, backend=backend, row_invariant=True)
+    make_model(model, str(tmp_path / "it"))
+    pages = {"num_pages": FEW_PAGES.get(model, SIZES["num_pages"])}
+    options = {"backend": backend, "row_invariant": True} | pages
+    changed, preempted = company(str(tmp_path / "it"), device, **options)
     assert preempted > 0
+    assert changed == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["qwen3", "mixtral", "int8", "packed-zeros"])
+def test_plain_implementations_change_no_bit(model, device, tmp_path):
+    """On a CPU the test above has C kernels where there are some."""
+    make_model(model, str(tmp_path / "it"))
+    choose("torch")  # registers them
+    plain = {
+        op: (ROWS,)
+        for (op, framework), known in IMPLEMENTATIONS.items()
+        if framework == "torch" and ROWS in known
+    }
+    changed, _ = company(
+        str(tmp_path / "it"), device, backend="torch", row_invariant=True, op_priority=plain
+    )
     assert changed == 0
 
 
@@ -92,10 +132,15 @@ def test_without_it_company_changes_bits(backend, device, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_loops_and_prefix_hits_change_no_bit(backend, device, tmp_path):
+def test_loops_prefix_hits_and_narrow_caches_change_no_bit(backend, device, tmp_path):
     build("qwen3", str(tmp_path / "it"))
     options = {"backend": backend, "row_invariant": True}
-    for more in ({"decode_steps": 4}, {"enable_prefix_caching": False}):
+    for more in (
+        {"decode_steps": 4},
+        {"enable_prefix_caching": False},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"kv_cache_dtype": "int8", "kv_cache_scales": (0.05, 0.05)},
+    ):
         changed, _ = company(str(tmp_path / "it"), device, **options, **more)
         assert changed == 0, more
 
@@ -141,8 +186,10 @@ def test_where_jax_does_not_keep_it_it_is_refused(platform, tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_a_model_without_such_implementations_is_refused(backend, tmp_path, capsys):
+def test_a_model_without_such_implementations_is_refused(backend, tmp_path, capsys, monkeypatch):
     build("mixtral", str(tmp_path))
+    choose(backend)  # registers them
+    monkeypatch.delitem(IMPLEMENTATIONS["grouped_matmul", backend], ROWS)
     options = {"device": "cpu", "backend": backend, "row_invariant": True}
     says = r"row_invariant: got True, allowed is False: op '\w+': no implementation"
     with pytest.raises(ConfigError, match=says):
@@ -152,11 +199,10 @@ def test_a_model_without_such_implementations_is_refused(backend, tmp_path, caps
     assert "row-invariant: got True, allowed is False: op" in capsys.readouterr().err
 
 
-def test_an_op_without_such_an_implementation_is_named():
-    from twinfer.ops import resolve as choose
-    from twinfer.ops.declare import OpError
-
-    plan = choose("torch", row_invariant=True)
-    assert plan["linear"].provider == "rows"
-    with pytest.raises(OpError, match=r"'lora_shrink'.* promises rows that do not depend"):
-        plan["lora_shrink"].implementation.function()
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_all_ops_but_those_of_several_devices_have_such_an_implementation(framework):
+    plan = choose(framework, row_invariant=True)
+    assert set(plan.unavailable) == {"all_reduce", "token_scales"}
+    assert plan["linear"].provider == ROWS
+    with pytest.raises(OpError, match=r"'all_reduce'.* promises rows that do not depend"):
+        plan["all_reduce"].implementation.function()

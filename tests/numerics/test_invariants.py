@@ -17,6 +17,8 @@ from twinfer.numerics.showing.terminal import LINES
 from twinfer.numerics.sides.reference import Reference
 from twinfer.numerics.sides.steps import by_group, default_prompts
 from twinfer.numerics.sides.subject import HostWeights, open_subject, parse_target
+from twinfer.ops import resolve
+from twinfer.ops.implement import IMPLEMENTATIONS, ROWS
 from twinfer.shared.errors import ConfigError
 from twinfer.shared.models import decoder
 
@@ -306,14 +308,16 @@ def test_row_invariance_is_judged_bitwise(windowed, backend):
 
 
 def test_a_product_whose_sums_depend_on_the_rows_is_seen(subject, monkeypatch):
-    from twinfer.ops.native import torch_rows
+    resolve("torch")  # registers them
+    plain = IMPLEMENTATIONS["linear", "torch"][ROWS]
 
     # Another order of sums for a few rows, as a library chooses one by shape.
-    def by_shape(run, size, x):
-        y = run(x)
+    def by_shape(x, weight, bias):
+        y = plain.function(x, weight, bias)
         return y if len(x) > 8 else y.nextafter(y + 1)
 
-    monkeypatch.setattr(torch_rows, "_by_block", by_shape)
+    planted = replace(plain, function=by_shape)
+    monkeypatch.setitem(IMPLEMENTATIONS["linear", "torch"], ROWS, planted)
     target = parse_target("torch:cpu:row_invariant=true")
     report = check(subject, target, names=["company", "padding"], modes=("S",))
     assert [r.relation for r in report.failures] == ["padding"], render(report)
