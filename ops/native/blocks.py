@@ -55,14 +55,14 @@ def register(framework: Framework, by_block: ByBlock, **properties: Any) -> None
     """Register an implementation of each of them that runs its reference block by block, and those
     of products whose weights are widened, or chosen by row, before that.
     """
-    blocks = {name: partial(_run, name, PRODUCT_BLOCK) for name in PRODUCTS}
-    blocks |= {name: partial(_run, name, ROW_BLOCK) for name in SUMS}
-    blocks |= {
+    in_blocks: dict[str, Callable[..., Any]] = {
+        **{name: partial(_run, name, PRODUCT_BLOCK) for name in PRODUCTS},
+        **{name: partial(_run, name, ROW_BLOCK) for name in SUMS},
         "linear_grouped": _linear_grouped,
         "grouped_matmul": _grouped_matmul,
         "grouped_linear": _grouped_linear,
     }
-    for name, function in blocks.items():
+    for name, function in in_blocks.items():
         run = named(REGISTRY[name], partial(function, framework, by_block))
         implement(name, provider=ROWS, framework=framework, row_invariant=True, **properties)(run)
 
@@ -129,8 +129,11 @@ def _grouped_linear(
     blocks = xp.reshape(xp.take(x, index, axis=0), (-1, ROW_BLOCK, k))
 
     def run(block: Any, expert: Any) -> Any:
-        own = [None if y is None else y[expert][0] for y in (weight, scale, zero, bias)]
-        return xp.astype(product_of_expert(xp, block[0], *own, kind), x.dtype)[None]
+        def own(weights: Any) -> Any:
+            return weights[expert][0]
+
+        y = product_of_expert(xp, block[0], weight, scale, zero, bias, kind, own)
+        return xp.astype(y, x.dtype)[None]
 
     out = by_block(run, 1, blocks, expert)
     row = xp.arange(rows, dtype=xp.int32, device=device_of(group_sizes))

@@ -10,6 +10,7 @@ nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..declare import DOT, Array, Contract, OpError, define
@@ -204,8 +205,8 @@ def grouped_linear(
     expert = xp.sum(xp.astype(row[:, None] >= ends[None, :], xp.int32), axis=-1, dtype=xp.int32)
 
     def select(i: Any, out: Any) -> Array:
-        own = (None if y is None else y[i] for y in (weight, scale, zero, bias))
-        return xp.where((expert == i)[:, None], product_of_expert(xp, x, *own, kind), out)
+        y = product_of_expert(xp, x, weight, scale, zero, bias, kind, lambda weights: weights[i])
+        return xp.where((expert == i)[:, None], y, out)
 
     return xp.astype(xp.loop(1, weight.shape[0], select, select(0, 0.0)), x.dtype)
 
@@ -218,14 +219,17 @@ def product_of_expert(
     zero: Array | None,
     bias: Array | None,
     kind: str,
+    own: Callable[[Array], Array],
 ) -> Array:
-    """x [row k] by the weight of one expert as `grouped_linear` has it, plus bias [n], accumulated:
-    [row n].
+    """x [row k] by one expert's weight, plus its bias, accumulated: [row n]. Weights are those of
+    `grouped_linear`, of which `own` takes the expert's.
     """
+    wide = own(weight)
     if scale is not None:
-        weight = xp.astype(widened_weight(xp, weight, scale, zero, kind), x.dtype)
-    y = xp.linear_accumulated(x, weight)
-    return y if bias is None else y + xp.accumulate(bias)[None, :]
+        of_expert = None if zero is None else own(zero)
+        wide = xp.astype(widened_weight(xp, wide, own(scale), of_expert, kind), x.dtype)
+    y = xp.linear_accumulated(x, wide)
+    return y if bias is None else y + xp.accumulate(own(bias))[None, :]
 
 
 @define(
