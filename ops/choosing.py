@@ -114,10 +114,12 @@ class Chooser:
                 return Choice(op.name, available[provider], tuple(passed_over), voice)
             passed_over.append((provider, why))
         if self.row_invariant and not (last.row_invariant or last.provider == COMPOSITION):
+            reasons = {provider: why for provider, why in passed_over if why != DEPENDS}
+            known = (p + (f" ({reasons[p]})" if p in reasons else "") for p in available)
             raise NotRowInvariant(
                 f"got True, allowed is False: op {op.name!r}: no implementation for "
                 f"{self.framework} promises rows that do not depend on the batch; there are "
-                f"{', '.join(available)}"
+                f"{', '.join(known)}"
             )
         return Choice(op.name, last, tuple(passed_over))
 

@@ -250,6 +250,7 @@ def _quantized_linear(
         bound=SUMS,
         magnitude=_products,
         dots={narrow.FP8_UNITS: cut_sums} if kind == "fp8" else {},
+        rows=("x",),
     )
 
 

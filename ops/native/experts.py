@@ -44,3 +44,19 @@ def experts_of_blocks(xp: Any, group_sizes: Any, rows: int, size: int) -> tuple[
     mine = at_most(whose, experts - 1)
     block_of = at_most(before[mine] + (row - begins[mine]) // size, count - 1)
     return expert, first, block_of, whose < experts
+
+
+def gather_blocks(xp: Any, x: Any, first: Any, size: int) -> Any:
+    """Blocks [block size k] of x [row k], from each one's first row [block] on."""
+    rows, k = x.shape
+    within = xp.arange(size, dtype=xp.int32, device=device_of(first))
+    index = xp.reshape(first[:, None] + within[None, :], (-1,))
+    # Rows behind the last one are not anybody's: any will do.
+    index = xp.where(index < rows, index, rows - 1)
+    return xp.reshape(xp.take(x, index, axis=0), (-1, size, k))
+
+
+def rows_of_blocks(xp: Any, blocks: Any, first: Any, block_of: Any, real: Any) -> Any:
+    """Each row [row n] out of its block of [block size n]; 0 where it is of no expert."""
+    row = xp.arange(block_of.shape[0], dtype=xp.int32, device=device_of(first))
+    return xp.where(real[:, None], blocks[block_of, row - first[block_of]], 0)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ..declare import Array
 from ..implement import implement
 from ..namespaces import namespace
-from .experts import block_of_rows, experts_of_blocks
+from .experts import block_of_rows, experts_of_blocks, rows_of_blocks
 
 
 @implement("grouped_matmul", provider="native", framework="jax")
@@ -28,6 +28,5 @@ def grouped_matmul(x: Array, weight: Array, group_sizes: Array) -> Array:
         return found
 
     out = jax.lax.map(run, (expert, first))
-    row = jnp.arange(rows, dtype=jnp.int32)
-    chosen: Array = jnp.where(real[:, None], out[block_of, row - first[block_of]], 0)
-    return chosen
+    found: Array = rows_of_blocks(xp, out, first, block_of, real)
+    return found

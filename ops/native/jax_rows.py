@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 from ..declare import Array
 from ..implement import ROWS, implement
+from ..namespaces import namespace
 from ..reference.paged import check_reach
-from .blocks import ROW_BLOCK, register
+from .blocks import ROWS_OF_BLOCK, register
 from .jax_attention import KV_BLOCK, attend
 
 rows = partial(implement, provider=ROWS, framework="jax", row_invariant=True)
@@ -34,7 +35,7 @@ def _by_block(run: Callable[..., Any], size: int, *arrays: jax.Array) -> Any:
     return jax.tree.map(lambda x: x.reshape(blocks * size, *x.shape[2:])[:count], out)
 
 
-register("jax", _by_block)
+register("jax", namespace("jax"), _by_block)
 
 
 @rows("paged_attention")
@@ -76,5 +77,5 @@ def paged_attention(
         found = attended(q[:, None], page_table[request], lengths[:, None] - 1, lengths)
         return jnp.where((lengths > 0)[:, None, None], found[:, 0], 0)
 
-    out: Array = _by_block(run, ROW_BLOCK, q, request, lengths)
+    out: Array = _by_block(run, ROWS_OF_BLOCK, q, request, lengths)
     return out

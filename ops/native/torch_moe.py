@@ -9,7 +9,7 @@ import torch
 from ..declare import Array
 from ..implement import implement
 from ..namespaces import namespace
-from .experts import block_of_rows, experts_of_blocks
+from .experts import block_of_rows, experts_of_blocks, gather_blocks, rows_of_blocks
 
 XP = namespace("torch")
 MAX_GATHER = 1 << 26
@@ -22,9 +22,7 @@ def grouped_matmul(x: Array, weight: Array, group_sizes: Array) -> Array:
     rows = x.shape[0]
     size = block_of_rows(rows, weight.shape[0])
     expert, first, block_of, real = experts_of_blocks(XP, group_sizes, rows, size)
-    within = torch.arange(size, dtype=torch.int32, device=x.device)
-    # Rows behind the last one are not anybody's: any will do.
-    blocks = x[(first[:, None] + within).clamp(max=rows - 1)]
+    blocks = gather_blocks(XP, x, first, size)
     some = max(1, MAX_GATHER // (weight.shape[1] * weight.shape[2]))
     parts = [
         torch.bmm(
@@ -33,6 +31,5 @@ def grouped_matmul(x: Array, weight: Array, group_sizes: Array) -> Array:
         for at in range(0, len(expert), some)
     ]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
-    row = torch.arange(rows, dtype=torch.int32, device=x.device)
-    chosen = out[block_of, row - first[block_of]]
-    return torch.where(real[:, None], chosen, 0.0).to(x.dtype)
+    found: Array = rows_of_blocks(XP, out, first, block_of, real).to(x.dtype)
+    return found

@@ -15,26 +15,48 @@ import torch.nn.functional as F
 
 from ..declare import Array
 from ..implement import ROWS, implement
+from ..namespaces.torch_ import TorchNamespace
 from ..reference.paged import check_reach, oldest_seen
-from .blocks import ROW_BLOCK, register
+from .blocks import ROWS_OF_BLOCK, register
 
 SLOT_BLOCK = 128
+ALIGNED = 64
+"""Bytes. In which order a library sums up a row depends on where the row begins, too."""
 
 rows = partial(implement, provider=ROWS, framework="torch", row_invariant=True, sized=True)
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x with zeros behind its last axis, so that each row begins where the first one would."""
+    missing = -x.shape[-1] % (ALIGNED // x.dtype.itemsize)
+    return F.pad(x, (0, missing)) if missing else x
+
+
+class AlignedNamespace(TorchNamespace):
+    """torch, with the rows of a product aligned."""
+
+    def linear_accumulated(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """x [..., k] by w [n, k] in the accumulation dtype."""
+        return super().linear_accumulated(_aligned(x), _aligned(w))
+
+    @staticmethod
+    def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [..., k] by w [n, k] plus bias, rounded once."""
+        return TorchNamespace.linear(_aligned(x), _aligned(w), bias)
 
 
 def _by_block(run: Callable[..., Any], size: int, *arrays: torch.Tensor) -> Any:
     """See `blocks.ByBlock`."""
     count = len(arrays[0])
-    missing = -count % size
-    padded = [F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing)) for x in arrays]
+    missing = -count % size if count else size
+    padded = [F.pad(x.contiguous(), (0, 0) * (x.ndim - 1) + (0, missing)) for x in arrays]
     found = [run(*parts) for parts in zip(*(x.split(size) for x in padded), strict=True)]
     if isinstance(found[0], tuple):
         return tuple(torch.cat(each)[:count] for each in zip(*found, strict=True))
     return torch.cat(found)[:count]
 
 
-register("torch", _by_block, sized=True)
+register("torch", AlignedNamespace(), _by_block, sized=True)
 
 
 @rows("paged_attention", host_metadata=True)
@@ -66,14 +88,14 @@ def paged_attention(
     position = past[request] + index
     settings = window, chunk, scale, soft_cap, k_scale, v_scale, sinks
     out = torch.zeros_like(q)
-    for first in range(0, len(request), ROW_BLOCK):
-        block = slice(first, first + ROW_BLOCK)
-        missing = ROW_BLOCK - len(request[block])
-        queries = F.pad(q[block][: ROW_BLOCK - missing], (0, 0, 0, 0, 0, missing))
+    for first in range(0, len(request), ROWS_OF_BLOCK):
+        block = slice(first, first + ROWS_OF_BLOCK)
+        missing = ROWS_OF_BLOCK - len(request[block])
+        queries = F.pad(q[block][: ROWS_OF_BLOCK - missing], (0, 0, 0, 0, 0, missing))
         of_request = F.pad(request[block], (0, missing)).to(q.device)
         places = F.pad(position[block], (0, missing), value=-1)
         found = _attend(queries, kv, page_table[of_request], places, *settings)
-        out[first : first + ROW_BLOCK - missing] = found[: ROW_BLOCK - missing]
+        out[first : first + ROWS_OF_BLOCK - missing] = found[: ROWS_OF_BLOCK - missing]
     return out
 
 
@@ -100,16 +122,16 @@ def _attend(
     real = positions >= 0
     begin, end = int(oldest[real].min()), int(positions.max()) + 1
     first_seen, last_seen = oldest.to(q.device)[:, None], positions.to(q.device)[:, None]
-    queries = q.view(count, kv_heads, group, size).to(torch.float32)
+    queries = _aligned(q.view(count, kv_heads, group, size).to(torch.float32))
     factor = scale if k_scale is None else scale * k_scale[:, None, None]
     shape = (count, kv_heads, group)
     maximum = torch.full((*shape, 1), torch.finfo(torch.float32).min, device=q.device)
     total = torch.zeros((*shape, 1), device=q.device)
-    mean = torch.zeros((*shape, size), device=q.device)
+    mean = torch.zeros((*shape, queries.shape[-1]), device=q.device)
     for block in range(begin // SLOT_BLOCK, -(-end // SLOT_BLOCK)):
         slot = torch.arange(block * SLOT_BLOCK, (block + 1) * SLOT_BLOCK, device=q.device)[None]
         seen = (slot <= last_seen) & (slot >= first_seen)
-        cache = _gather(kv, page_table, slot, seen)
+        cache = _aligned(_gather(kv, page_table, slot, seen))
         keys, values = (cache[:, :, j::2].transpose(1, 2).contiguous() for j in (0, 1))
         scores = torch.matmul(queries, keys.transpose(-1, -2)) * factor
         if soft_cap > 0:
@@ -125,9 +147,10 @@ def _attend(
     if sinks is not None:
         total = total + torch.exp(sinks.view(1, kv_heads, group, 1) - maximum)
     mean = mean / torch.where(total == 0, 1.0, total)
+    mean = mean[..., :size]
     if v_scale is not None:
         mean = mean * v_scale[:, None, None]
-    return mean.view(count, heads, size).to(q.dtype)
+    return mean.reshape(count, heads, size).to(q.dtype)
 
 
 def _gather(
