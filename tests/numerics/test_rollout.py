@@ -13,7 +13,10 @@ from twinfer.numerics.sides.steps import encode
 from twinfer.numerics.sides.subject import open_subject, parse_target
 from twinfer.shared.errors import ConfigError
 
-SIDES = [parse_target("torch:cpu"), parse_target("torch:cpu:row_invariant=true")]
+SIDES = [
+    parse_target("torch:cpu"),
+    parse_target("torch:cpu:row_invariant=true,paged_attention=rows"),
+]
 TOKENS = 300
 
 
