@@ -14,8 +14,7 @@ from typing import Any
 from ..choosing import named
 from ..declare import REGISTRY, Array
 from ..implement import ROWS, Framework, implement
-from ..reference.moe import product_of_expert
-from ..reference.narrow import widened_weight
+from ..reference.narrow import product_of_expert, widened_weight
 from .experts import experts_of_blocks, gather_blocks, rows_of_blocks
 
 ByBlock = Callable[..., Any]

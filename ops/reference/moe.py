@@ -10,12 +10,11 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ..declare import DOT, Array, Contract, OpError, define
 from ..namespaces import device_of
-from .narrow import widened_weight
+from .narrow import product_of_expert
 
 ROUTED = Contract(
     rounds="nowhere: weights stay in the accumulation dtype",
@@ -209,27 +208,6 @@ def grouped_linear(
         return xp.where((expert == i)[:, None], y, out)
 
     return xp.astype(xp.loop(1, weight.shape[0], select, select(0, 0.0)), x.dtype)
-
-
-def product_of_expert(
-    xp: Any,
-    x: Array,
-    weight: Array,
-    scale: Array | None,
-    zero: Array | None,
-    bias: Array | None,
-    kind: str,
-    own: Callable[[Array], Array],
-) -> Array:
-    """x [row k] by one expert's weight, plus its bias, accumulated: [row n]. Weights are those of
-    `grouped_linear`, of which `own` takes the expert's.
-    """
-    wide = own(weight)
-    if scale is not None:
-        of_expert = None if zero is None else own(zero)
-        wide = xp.astype(widened_weight(xp, wide, own(scale), of_expert, kind), x.dtype)
-    y = xp.linear_accumulated(x, wide)
-    return y if bias is None else y + xp.accumulate(own(bias))[None, :]
 
 
 @define(

@@ -13,6 +13,7 @@ what q is:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..declare import DOT, Array, Contract, OpError, define, dtype_name
@@ -176,6 +177,27 @@ def gated_mlp_grouped(
     both = ops.linear_grouped(x, gate_up, gate_up_scale, gate_up_zero, gate_up_bias, kind)
     hidden = ops.silu_and_mul(both)
     return ops.linear_grouped(hidden, down, down_scale, down_zero, down_bias, kind)
+
+
+def product_of_expert(
+    xp: Any,
+    x: Array,
+    weight: Array,
+    scale: Array | None,
+    zero: Array | None,
+    bias: Array | None,
+    kind: str,
+    own: Callable[[Array], Array],
+) -> Array:
+    """x [row k] by one expert's weight, plus its bias, accumulated: [row n]. Weights are those of
+    `moe.grouped_linear`, of which `own` takes the expert's.
+    """
+    wide = own(weight)
+    if scale is not None:
+        of_expert = None if zero is None else own(zero)
+        wide = xp.astype(widened_weight(xp, wide, own(scale), of_expert, kind), x.dtype)
+    y = xp.linear_accumulated(x, wide)
+    return y if bias is None else y + xp.accumulate(own(bias))[None, :]
 
 
 def widened_weight(xp: Any, weight: Array, scale: Array, zero: Array | None, kind: str) -> Array:

@@ -164,7 +164,7 @@ def test_what_a_provider_takes_from_this_package_counts():
     found = closure(frozenset({__name__}))
     names = {path.name for path in found.files()}
     assert "plan.py" in names, "twinfer.ops hands on `resolve` from there"
-    assert not names & {"lora.py", "rotary.py", "sampling.py"}, "and is followed for the name alone"
+    assert not names & {"lora.py", "moe.py"}, "and is followed for the name alone"
 
 
 def test_what_the_array_api_is_on_torch_and_numpy_is_among_the_versions(monkeypatch):
