@@ -17,6 +17,7 @@ from .launch import (
     asks_ahead,
     config,
     head_scales,
+    held_setting,
     hopper,
     overlap,
     power_of_2,
@@ -166,8 +167,13 @@ def _decode(
     sinks: torch.Tensor | None, mixed: bool,
 ) -> None:  # fmt: skip
     shape = _shape(q, kv)
-    setting = setting_of("decode", dtype_name(q), shape["BLOCK_D"])
     tokens = min(q.shape[0], kv_lens.shape[0]) if mixed else q.shape[0]
+    held = held_setting(q, kv, tokens)
+    if held and scales is None:
+        tensors = q, kv, page_table, kv_lens, counts, out, sinks
+        _decode_held(*tensors, scale, soft_cap, shape, window, chunk, mixed, tokens, held)
+        return
+    setting = setting_of("decode", dtype_name(q), shape["BLOCK_D"])
     slots = page_table.shape[1] * shape["PAGE"]
     split, wanted, parts = splitting(tokens, shape["HEADS"], slots, window or chunk, setting)
     sums = marks = arrived = out
@@ -186,9 +192,41 @@ def _decode(
         BLOCK_G=power_of_2(shape["GROUP"], 16), BLOCK_N=setting["block_n"],
         BLOCK_R=power_of_2(kv_lens.shape[0], 2) if split == ALL.value else 2,
         STAGES=setting["stages"], SPLIT=split,
-        AHEAD=split == ALL.value and not mixed and asks_ahead(dtype_name(q), q.shape[2], tokens),
+        AHEAD=split == ALL.value and not mixed and asks_ahead(q, kv, tokens),
         num_warps=setting["warps"],
         **shape, **overlap(),
+    )  # fmt: skip
+
+
+def _decode_held(
+    q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, kv_lens: torch.Tensor,
+    counts: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None, scale: float,
+    soft_cap: float, shape: dict[str, int], window: int, chunk: int, mixed: bool, tokens: int,
+    setting: dict[str, int],
+) -> None:  # fmt: skip
+    from .held_decode_kernel import held_decode_kernel  # in a language of its own
+
+    heads, size, page, warps = shape["HEADS"], shape["SIZE"], shape["PAGE"], setting["warps"]
+    longest = page_table.shape[1] * page
+    longest = min(longest, window or chunk or longest)
+    resident = max(1, setting["programs"] * processors() // heads)
+    wanted = min(resident, tokens * triton.cdiv(longest, 16 * warps))
+    parts = wanted + tokens
+    sums = marks = arrived = out
+    split = longest > setting["slots"] * warps
+    if split:
+        each = parts * q.shape[1]
+        sums = torch.empty(each * size, dtype=torch.float32, device=q.device)
+        marks = torch.empty(each * 2, dtype=torch.float32, device=q.device)
+        arrived = counters(q.device)
+    held_decode_kernel[(heads, parts if split else tokens)](
+        q, kv, page_table, kv_lens, counts, out, out if sinks is None else sinks, sums, marks,
+        arrived, scale, soft_cap, q.stride(0), q.stride(1), page_table.stride(0), wanted, tokens,
+        kv_lens.shape[0], MIXED=mixed, GROUP=shape["GROUP"], HEADS=heads, SIZE=size, PAGE=page,
+        WINDOW=window, CHUNK=chunk, CAPPED=soft_cap > 0, SINKS=sinks is not None, SPLIT=split,
+        AHEAD=not mixed, WARPS=warps, ROWS=setting["slots"],
+        GROUP_ROWS=power_of_2(shape["GROUP"]), REQUESTS=power_of_2(tokens), num_warps=warps,
+        **overlap(early=setting.get("early", 0) > 0),
     )  # fmt: skip
 
 

@@ -125,13 +125,31 @@ def overlap(early: bool = False) -> dict[str, int | bool]:
     return {"OVERLAP": mode.value if can else 0, "launch_pdl": can}
 
 
-def asks_ahead(dtype: str, size: int, tokens: int) -> bool:
-    """Whether decode attention of some tokens, with heads of a size, asks for first blocks before
-    its wait, and what writes the cache in front of it lets it come up early. Measured: with few
-    tokens its programs cost more beside the product in front of both than that gains.
+HELD_DTYPES = ("bfloat16", "float16")
+HELD_SIZES = (64, 128, 256)
+MOST_HELD_GROUP = 8
+"""Dtypes, sizes of heads, and heads of a group that `held_decode_kernel` takes."""
+
+
+def held_setting(q: Any, kv: Any, tokens: int) -> dict[str, int]:
+    """The launch configuration of `held_decode_kernel` for q [token head hdim] and a cache, {} for
+    what it does not take, or more tokens than it is good for.
     """
-    measured = config("decode_ahead", f"{dtype}/{size}")
-    return measured["from_rows"] <= tokens <= measured["rows"]
+    heads, dtype, size = kv.shape[2] // 2, dtype_name(q), kv.shape[3]
+    taken = dtype in HELD_DTYPES and size in HELD_SIZES and q.shape[1] <= MOST_HELD_GROUP * heads
+    if not taken or dtype_name(kv) != dtype or not hopper():
+        return {}
+    setting = config("held_decode", f"{dtype}/{size}/{tokens}", f"{dtype}/{size}")
+    return setting if tokens <= setting.get("tokens", 0) else {}
+
+
+def asks_ahead(q: Any, kv: Any, tokens: int) -> bool:
+    """Whether decode attention of some tokens asks for K and V before its wait, and what writes
+    the cache in front of it lets it come up early. Measured: with few tokens the programs of
+    `decode_kernel` cost more beside the product in front of both than that gains.
+    """
+    measured = config("decode_ahead", f"{dtype_name(q)}/{kv.shape[3]}")
+    return measured["from_rows"] <= tokens <= measured["rows"] or bool(held_setting(q, kv, tokens))
 
 
 def kind_of(kind: str) -> str:

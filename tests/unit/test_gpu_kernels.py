@@ -267,6 +267,56 @@ def test_triton_decode_asks_for_first_blocks_ahead(
     assert plain.tobytes() == ahead.tobytes()
 
 
+@pytest.mark.parametrize(("slots", "warps", "programs"), [(16, 4, 2), (32, 8, 1), (32, 4, 1)])
+@pytest.mark.parametrize("tokens", [3, 12])
+@pytest.mark.parametrize(
+    ("heads", "size", "page", "dtype", "reach"),
+    [
+        ((4, 2), 64, 16, "bfloat16", {}),
+        ((8, 1), 128, 64, "bfloat16", {}),
+        ((4, 2), 128, 16, "float16", {"window": 300, "sinks": SINKS}),
+        ((4, 2), 256, 64, "bfloat16", {"window": 300, "sinks": SINKS}),
+        ((6, 2), 256, 128, "bfloat16", {"soft_cap": 20.0}),
+        ((2, 2), 64, 64, "bfloat16", {"chunk": 500}),
+    ],
+    ids=str,
+)
+def test_decode_from_registers(
+    kernels, device, monkeypatch, heads, size, page, dtype, reach, tokens, slots, warps, programs
+):
+    """Requests of one slot, of a block, of parts and of several blocks each, with and without rows
+    of padding and the last slot in the first block: right, the same bits each time, and no counter
+    is left behind.
+    """
+    import torch
+
+    from twinfer.gpu.kernels import attention, launch
+    from twinfer.gpu.kernels.counters import counters
+
+    if not launch.hopper():
+        pytest.skip("only where there is a Hopper GPU")
+    setting = {"tokens": tokens, "slots": slots, "warps": warps, "programs": programs}
+    held = kernels.config("held_decode", f"{dtype}/{size}/{tokens}", f"{dtype}/{size}")
+    for name, value in setting.items():
+        monkeypatch.setitem(held, name, value)
+    called, decode = [], attention._decode_held
+    monkeypatch.setattr(
+        attention, "_decode_held", lambda *given: called.append(1) or decode(*given)
+    )
+    lengths = [5000, 1, 700] if tokens == 3 else [1, 33, 32, 700, 64, 1100, 65, 2]
+    of_each = paged(
+        generator("held"), dtype, lengths, [1] * len(lengths), heads, size, page,
+        requests=tokens, tokens=tokens,
+    )  # fmt: skip
+    first = judge("paged_attention", of_each | reach, device)
+    again = run("paged_attention", "torch", "triton", of_each | reach, device)[0]
+    assert first.tobytes() == again.tobytes()
+    mixed = paged(generator("held"), dtype, [900, 90], [1, 40], heads, size, page, requests=tokens)
+    judge("paged_attention", mixed | reach, device)
+    assert len(called) == 3
+    assert not counters(torch.zeros(1, device=device).device).any()
+
+
 @pytest.mark.parametrize("reach", [{}, {"window": 300, "sinks": SINKS}, {"chunk": 500}], ids=str)
 def test_triton_decode_by_page_and_by_slot(kernels, device, reach):
     """Blocks that lie in one page and blocks that lie in several give the same bits."""

@@ -32,6 +32,7 @@ DTYPES = {
 STORED = {"int4": torch.uint8, "fp4": torch.uint8, "int8": torch.int8}
 SHARED_MEMORY = 227 << 10
 """Of a program on Hopper."""
+CONFIGS = json.loads((Path(__file__).parents[2] / "gpu/kernels/configs.json").read_text())
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 
 
@@ -121,6 +122,55 @@ def test_decode_that_asks_for_first_blocks_ahead_compiles(compiled, monkeypatch)
         monkeypatch.setitem(setting, name, value)
     monkeypatch.setitem(attention.config("decode_ahead"), "rows", 63)
     attention.paged_attention(**arguments_of("paged_attention", arguments))
+    assert compiled == ["decode_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("size", "setting"),
+    [
+        (int(name.split("/")[2]), setting)
+        for name, setting in CONFIGS["chips"]["NVIDIA H200"].items()
+        if name.startswith("held_decode/bfloat16/")
+    ],
+)
+@pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.slow), 8])
+def test_decode_of_few_requests_compiles(compiled, monkeypatch, size, setting, group):
+    """As it was measured, for as many requests as it takes; one more has the other kernel."""
+    from twinfer.gpu.kernels import attention, launch
+
+    for name, value in setting.items():
+        monkeypatch.setitem(launch.config("held_decode", f"bfloat16/{size}"), name, value)
+    for tokens in (1, setting["tokens"], setting["tokens"] + 1):
+        arguments = paged(
+            generator("compile"), "bfloat16", [900] * tokens, [1] * tokens, (2 * group, 2), size, 64
+        )
+        attention.paged_attention(**arguments_of("paged_attention", arguments))
+    assert compiled == ["held_decode_kernel", "held_decode_kernel", "decode_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "size", "more"),
+    [
+        ("float32", (2, 2), 64, {}),
+        ("bfloat16", (9, 1), 64, {}),
+        ("bfloat16", (2, 2), 80, {}),
+        ("bfloat16", (2, 2), 512, {}),
+        ("bfloat16", (2, 2), 64, {"k_scale": np.ones(2, np.float32)}),
+        ("bfloat16", (2, 2), 64, {"kv": "int8"}),
+    ],
+    ids=str,
+)
+def test_what_registers_do_not_take(compiled, monkeypatch, dtype, heads, size, more):
+    """More heads of a group, other sizes and dtypes, and caches that are scaled or narrow."""
+    from twinfer.gpu.kernels import attention, launch
+
+    setting = {"tokens": 4, "slots": 16, "warps": 4, "programs": 1}
+    for name, value in setting.items():
+        monkeypatch.setitem(launch.config("held_decode"), name, value)
+    arguments = paged(generator("compile"), dtype, [90, 150], [1, 1], heads, size, 64)
+    if "kv" in more:
+        more = {"kv": np.zeros(arguments["kv"].shape, np.int8), "k_scale": np.ones(2, np.float32)}
+    attention.paged_attention(**arguments_of("paged_attention", arguments | more))
     assert compiled == ["decode_kernel"]
 
 
@@ -776,8 +826,7 @@ def test_who_multiplies_a_few_rows(compiled, monkeypatch, rows, k, held, kernel)
 
 def measured(kernel):
     """What `configs.json` has of a kernel's products, by shape and rows."""
-    path = Path(__file__).parents[2] / "gpu/kernels/configs.json"
-    for entries in json.loads(path.read_text(encoding="utf-8"))["chips"].values():
+    for entries in CONFIGS["chips"].values():
         for name, blocks in entries.items():
             if f"{kernel}/" in name:
                 yield name, blocks

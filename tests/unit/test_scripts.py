@@ -54,6 +54,7 @@ WRONG = {
     "tune_kernels.py": (["--kernels", "nosuch"], "argument --kernels: got nosuch, allowed are "),
     "tune_narrow.py": (["--shapes", "x"], "argument --shapes: 'x' is not shapes such as "),
     "tune_products.py": (["--rows", "x"], "argument --rows: 'x' is not a number"),
+    "tune_steps.py": (["--try", "decode=x"], "argument --try: 'decode=x': expected ENTRY="),
 }  # fmt: skip
 """By script, arguments that are wrong, and what is said."""
 QUICK = {"aot_table.py", "bench_scheduler.py", "cost_tp.py"}

@@ -1,0 +1,209 @@
+"""How long a decode step takes with other launch configurations, each in a CUDA graph of its own.
+
+    python scripts/tune_steps.py --shape llama3-8b --quantization int4 --batch-sizes 1
+        --prompt 128,1024 --try 'decode_few/bfloat16/128={"chunk":[64,256],"warps":[2,8]}'
+
+A kernel that is fast by itself may be slow in a step, where launches overlap: this times all layers
+of a step with one entry of `configs.json` changed at a time, to each combination of the values
+given. Dummy weights. `drift` is the largest difference of the rows that leave the last layer from
+those of the configuration that stands, beside their largest entry: what is wrong is not fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from typing import Any
+
+import torch
+
+from twinfer.gpu.graphs import GraphRecorder
+from twinfer.gpu.kernels import launch
+from twinfer.gpu.precompile import compile_together, kernels_noted
+from twinfer.serving.parser import OneLineParser, output_file, whole_number, whole_numbers
+from twinfer.serving.program import run_program
+from twinfer.shared.config import EngineConfig
+from twinfer.shared.engine import Engine
+from twinfer.shared.models.config_json import load_config
+from twinfer.shared.models.locate import model_folder
+from twinfer.shared.sampling_params import SamplingParams
+
+Setting = dict[str, int]
+Variant = tuple[str, Setting]
+"""An entry of `configs.json` and its values."""
+
+
+def variants_of(text: str) -> list[Variant]:
+    """All combinations of `ENTRY={"name": [values]}`: one entry each, changed from what stands."""
+    name, _, values = text.partition("=")
+    try:
+        choices = json.loads(values)
+        names = [
+            (key, value if isinstance(value, list) else [value]) for key, value in choices.items()
+        ]
+    except (AttributeError, json.JSONDecodeError) as error:
+        raise argparse.ArgumentTypeError(
+            f'{text!r}: expected ENTRY={{"name": [values]}}: {error}'
+        ) from None
+    combinations = itertools.product(*(value for _, value in names))
+    keys = [key for key, _ in names]
+    return [(name, dict(zip(keys, each, strict=True))) for each in combinations]
+
+
+class Patched:
+    """`configs.json` with one entry changed, within the block."""
+
+    def __init__(self, variant: Variant | None) -> None:
+        self._variant = variant
+
+    def __enter__(self) -> None:
+        if self._variant is None:
+            return
+        name, values = self._variant
+        table = launch._table()
+        chip = table["chips"].setdefault(torch.cuda.get_device_name(), {})
+        self._before = chip.get(name)
+        standing = self._before or table["default"].get(name) or {}
+        chip[name] = {**standing, **values}
+        launch.config.cache_clear()
+
+    def __exit__(self, *_: object) -> None:
+        if self._variant is None:
+            return
+        chip = launch._table()["chips"][torch.cuda.get_device_name()]
+        if self._before is None:
+            del chip[self._variant[0]]
+        else:
+            chip[self._variant[0]] = self._before
+        launch.config.cache_clear()
+
+
+class Steps:
+    """The decode step of a number of requests, over and over."""
+
+    def __init__(self, engine: Engine, requests: int, prompt: int) -> None:
+        self._engine, self._requests = engine, requests
+        params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+        for i in range(requests):
+            ids = [(7 * i + 3 * j) % 1000 + 1 for j in range(prompt)]
+            engine.add(f"{requests}-{prompt}-{i}", ids, params)
+        for _ in range(24):
+            engine.step()
+        torch.cuda.synchronize()
+        worker: Any = engine.worker
+        self.programs = worker._programs
+        table = [d for d in self.programs._table if d.kind == "decode" and d.tokens >= requests]
+        self.descriptor = min(table, key=lambda d: d.tokens)
+
+    def note(self, variant: Variant | None) -> Any:
+        """The kernels of a variant that are not compiled."""
+        with Patched(variant), kernels_noted() as noted:
+            self.programs._rows(self.descriptor, False)
+        return noted
+
+    def time(self, variant: Variant | None, replays: int) -> tuple[float, torch.Tensor]:
+        """(Microseconds of all layers, the rows that leave the last one)."""
+        mode = self.programs._compilation.cudagraph_mode.step_mode("decode")
+        # A pool takes no capture any more once all graphs in it are gone.
+        recorder = GraphRecorder()
+        with Patched(variant), recorder.recording():
+            self.programs._rows(self.descriptor)
+            replay, _ = recorder.capture(
+                self.descriptor, mode, lambda: self.programs._rows(self.descriptor)
+            )
+        times = []
+        for _ in range(replays):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3)
+        return statistics.median(times[3:]), self.programs.rows[: self._requests].float().clone()
+
+    def finish(self) -> None:
+        """Let the requests end."""
+        while self._engine.has_work:
+            self._engine.step()
+
+
+def parse_arguments() -> argparse.Namespace:
+    """What to run, and how."""
+    parser = OneLineParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="qwen3-0.6b")
+    parser.add_argument("--quantization")
+    parser.add_argument("--batch-sizes", type=whole_numbers(1), default="1")
+    parser.add_argument("--prompt", type=whole_numbers(1), default="128")
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--max-num-seqs", type=int, default=16)
+    parser.add_argument("--replays", type=whole_number(10), default=60)
+    parser.add_argument("--try", dest="variants", type=variants_of, action="append", default=[])
+    parser.add_argument("--json", type=output_file)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Print a line for each configuration, fastest first, and write JSON if asked."""
+    arguments = parse_arguments()
+    folder = model_folder(arguments.shape)
+    config = EngineConfig(
+        model=folder,
+        backend="torch",
+        load_format="dummy",
+        quantization=arguments.quantization,
+        enable_prefix_caching=False,
+        max_model_len=arguments.max_model_len,
+        max_num_seqs=arguments.max_num_seqs,
+    )
+    engine = Engine(config, load_config(folder), folder)
+    variants = [each for group in arguments.variants for each in group]
+    rows = []
+    for requests, prompt in itertools.product(arguments.batch_sizes, arguments.prompt):
+        steps = Steps(engine, requests, prompt)
+        noted: Any = {}
+        for variant in variants:
+            noted |= steps.note(variant)
+        compile_together(noted, lambda _: None)
+        standing, expected = steps.time(None, arguments.replays)
+        print(
+            f"{arguments.shape} {requests} x {prompt}: {standing:.1f} us as it stands", flush=True
+        )
+        found = []
+        for number, variant in enumerate(variants):
+            try:
+                us, got = steps.time(variant, arguments.replays)
+            except Exception as error:
+                print(f"  {variant}: {str(error).splitlines()[-1]:.160}", flush=True)
+                continue
+            drift = float((got - expected).abs().max() / expected.abs().max())
+            found.append((us, drift, *variant))
+            if number % 20 == 19:
+                again = steps.time(None, arguments.replays)[0]
+                print(f"  as it stands, again: {again:.1f}", flush=True)
+        for us, drift, name, values in sorted(found, key=lambda each: each[0]):
+            print(f"  {us:9.1f} us  drift {drift:.1e}  {name} {json.dumps(values)}", flush=True)
+            rows.append(
+                {
+                    "requests": requests,
+                    "prompt": prompt,
+                    "us": us,
+                    "drift": drift,
+                    "entry": name,
+                    **values,
+                }
+            )
+        rows.append({"requests": requests, "prompt": prompt, "us": standing, "entry": ""})
+        steps.finish()
+    if arguments.json:
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump({"shape": arguments.shape, "rows": rows}, file, indent=1)
+    engine.close()
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))
