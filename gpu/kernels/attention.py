@@ -168,8 +168,8 @@ def _decode(
 ) -> None:  # fmt: skip
     shape = _shape(q, kv)
     tokens = min(q.shape[0], kv_lens.shape[0]) if mixed else q.shape[0]
-    held = held_setting(q, kv, tokens)
-    if held and scales is None:
+    held = held_setting(q, kv, tokens, scales is not None)
+    if held:
         tensors = q, kv, page_table, kv_lens, counts, out, sinks
         _decode_held(*tensors, scale, soft_cap, shape, window, chunk, mixed, tokens, held)
         return
@@ -192,7 +192,7 @@ def _decode(
         BLOCK_G=power_of_2(shape["GROUP"], 16), BLOCK_N=setting["block_n"],
         BLOCK_R=power_of_2(kv_lens.shape[0], 2) if split == ALL.value else 2,
         STAGES=setting["stages"], SPLIT=split,
-        AHEAD=split == ALL.value and not mixed and asks_ahead(q, kv, tokens),
+        AHEAD=split == ALL.value and not mixed and asks_ahead(q, kv, tokens, scales is not None),
         num_warps=setting["warps"],
         **shape, **overlap(),
     )  # fmt: skip
@@ -224,9 +224,9 @@ def _decode_held(
         arrived, scale, soft_cap, q.stride(0), q.stride(1), page_table.stride(0), wanted, tokens,
         kv_lens.shape[0], MIXED=mixed, GROUP=shape["GROUP"], HEADS=heads, SIZE=size, PAGE=page,
         WINDOW=window, CHUNK=chunk, CAPPED=soft_cap > 0, SINKS=sinks is not None, SPLIT=split,
-        AHEAD=not mixed, WARPS=warps, ROWS=setting["slots"],
-        GROUP_ROWS=power_of_2(shape["GROUP"]), REQUESTS=power_of_2(tokens), num_warps=warps,
-        **overlap(early=setting.get("early", 0) > 0),
+        AHEAD=not mixed, WARPS=warps, SLOTS=setting["slots"],
+        ROWS=power_of_2(shape["GROUP"]), REQUESTS=power_of_2(tokens), num_warps=warps,
+        **overlap(),
     )  # fmt: skip
 
 

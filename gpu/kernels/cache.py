@@ -124,7 +124,7 @@ def norm_rope_write_kv(
         KIND=KINDS.get(dtype_name(kv), ""), SCALED=scales is not None, BLOCK_H=block_h,
         BLOCK_R=power_of_2(half),
         BLOCK_REST=power_of_2(max(1, size - 2 * half)), num_warps=setting["warps"],
-        **overlap(early=asks_ahead(q, kv, qkv.shape[0])),
+        **overlap(early=asks_ahead(q, kv, qkv.shape[0], scales is not None)),
     )  # fmt: skip
     return q, kv
 

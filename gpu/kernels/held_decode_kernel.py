@@ -1,12 +1,13 @@
 """Paged attention of one query token a request, for few requests: registers hold K and V before the
 query is there.
 
-Of few requests it is not bytes that take time but what waits for something else. So a program asks
-for the first block of its part, all slots but the request's last, while the launch before still
-runs. Each of its warps has some of the slots, and each thread just what its own part of both
-products on tensor cores needs, in 16 neighbouring bytes at a time: of K any order of the entries of
-a head will do, as long as the query has the same one, and of V any order of the results. Nothing
-goes through shared memory but the sums of the warps.
+Of few requests it is not bytes that take time but what waits for something else. So with AHEAD a
+program asks for the first block of its part, all slots but the request's last, while the launch
+before still runs: in a decode step, where steps before wrote them. Each of its warps has some of
+the slots, and each thread just what its own part of both products on tensor cores needs, in 16
+neighbouring bytes at a time: of K any order of the entries of a head will do, as long as the query
+has the same one, and of V any order of the results. Nothing goes through shared memory but the sums
+of the warps.
 
 The slots of all requests are divided evenly, as in `decode_kernel.py`, but each program goes
 through the requests one after the other: there are few. How the sums of parts meet is as there.
@@ -15,16 +16,16 @@ through the requests one after the other: there are few. How the sums of parts m
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._layouts import DistributedLinearLayout
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from .arithmetic import LOG2_E, oldest_seen, squash, with_sinks
+from .launch import MOST_HELD_GROUP
 from .overlap import wait
 
-COLUMNS = gl.constexpr(8)
+COLUMNS = gl.constexpr(MOST_HELD_GROUP)
 """Of the right operand of a tensor core: heads of a group."""
-PARTS_AT_ONCE = gl.constexpr(16)
-"""Parts whose sums are on their way at the same time."""
+MOST_AT_ONCE = gl.constexpr(1 << 14)
+"""Sums of parts that are on their way at the same time: registers hold them."""
 
 
 @gluon.constexpr_function
@@ -46,7 +47,7 @@ def _key_layout(warps, rows, size):
     slots = [[0, 8 << i, 0] for i in range(_log2(rows // 8))]
     far = [[0, 0, 32 << i] for i in range(_log2(size // 32))]
     threads = [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    return DistributedLinearLayout(
+    return gl.DistributedLinearLayout(
         [*near, *slots, *far], threads, _warps(warps), [], [warps, rows, size]
     )
 
@@ -58,7 +59,7 @@ def _value_layout(warps, rows, size):
     slots = [[0, 1, 0], *([0, 8 << i, 0] for i in range(_log2(rows // 8)))]
     far = [[0, 0, 64 << i] for i in range(_log2(size // 64))]
     threads = [[0, 2, 0], [0, 4, 0], [0, 0, 8], [0, 0, 16], [0, 0, 32]]
-    return DistributedLinearLayout(
+    return gl.DistributedLinearLayout(
         [*near, *slots, *far], threads, _warps(warps), [], [warps, rows, size]
     )
 
@@ -75,12 +76,12 @@ def _sums_layout(several, warps, size):
 
 
 @gluon.jit
-def _slots_of(first, L: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr):
+def _slots_of(first, L: gl.constexpr, WARPS: gl.constexpr, SLOTS: gl.constexpr):
     """[warp, slot, 1]: which slots those of a block at `first` are. The first unit of it has 16 of
     each warp, so that a part of fewer units than a block keeps all warps busy.
     """
     w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
-    r = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    r = gl.arange(0, SLOTS, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
     return first + _slot_in_block(w, r, WARPS)
 
 
@@ -145,45 +146,45 @@ def _places(
 
 
 @gluon.jit
-def _key_operand(y, WARPS: gl.constexpr, ROWS: gl.constexpr, SIZE: gl.constexpr):
+def _key_operand(y, WARPS: gl.constexpr, SLOTS: gl.constexpr, SIZE: gl.constexpr):
     """K, or queries, in the order that operands have: entry 32 h + 8 t + 4 c + 2 o + p, of thread t
     of four, is at (h, c, o, t, p).
     """
-    y = y.reshape([WARPS, ROWS, SIZE // 32, 4, 2, 2, 2])
-    return y.permute([0, 1, 2, 4, 5, 3, 6]).reshape([WARPS, ROWS, SIZE])
+    y = y.reshape([WARPS, SLOTS, SIZE // 32, 4, 2, 2, 2])
+    return y.permute([0, 1, 2, 4, 5, 3, 6]).reshape([WARPS, SLOTS, SIZE])
 
 
 @gluon.jit
-def _value_operand(y, WARPS: gl.constexpr, ROWS: gl.constexpr, SIZE: gl.constexpr):
+def _value_operand(y, WARPS: gl.constexpr, SLOTS: gl.constexpr, SIZE: gl.constexpr):
     """V with entry 64 i + 8 c + e, of thread c of eight, at (i, e, c)."""
-    y = y.reshape([WARPS, ROWS, SIZE // 64, 8, 8])
-    return y.permute([0, 1, 2, 4, 3]).reshape([WARPS, ROWS, SIZE])
+    y = y.reshape([WARPS, SLOTS, SIZE // 64, 8, 8])
+    return y.permute([0, 1, 2, 4, 3]).reshape([WARPS, SLOTS, SIZE])
 
 
 @gluon.jit
 def _scores(
     q, k, start, high, factor, soft_cap, MMA: gl.constexpr, WARPS: gl.constexpr,
-    ROWS: gl.constexpr, SIZE: gl.constexpr, CAPPED: gl.constexpr,
+    SLOTS: gl.constexpr, SIZE: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
     """[warp, slot, head] in units of log2 e, -inf for slots from `high` on."""
     left: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    k = gl.convert_layout(_key_operand(k, WARPS, ROWS, SIZE), left, assert_trivial=True)
-    scores = mma_v2(k, q, gl.zeros([WARPS, ROWS, COLUMNS], gl.float32, layout=MMA)) * factor
+    k = gl.convert_layout(_key_operand(k, WARPS, SLOTS, SIZE), left, assert_trivial=True)
+    scores = mma_v2(k, q, gl.zeros([WARPS, SLOTS, COLUMNS], gl.float32, layout=MMA)) * factor
     if CAPPED:
         scores = squash(scores, soft_cap)
     w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None]
-    n = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]
+    n = gl.arange(0, SLOTS, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]
     return gl.where(start + _slot_in_block(w, n, WARPS) < high, scores, float("-inf"))
 
 
 @gluon.jit
 def _weighed(
-    p, v, MMA: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr, SIZE: gl.constexpr
+    p, v, MMA: gl.constexpr, WARPS: gl.constexpr, SLOTS: gl.constexpr, SIZE: gl.constexpr
 ):  # fmt: skip
     """[warp, entry, head] of V by weights [warp, slot, head]; entries in V's order as operands."""
     left: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     p = gl.convert_layout(p.to(v.dtype), gl.DotOperandLayout(1, MMA, 2))
-    v = _value_operand(v, WARPS, ROWS, SIZE).permute([0, 2, 1])
+    v = _value_operand(v, WARPS, SLOTS, SIZE).permute([0, 2, 1])
     v = gl.convert_layout(v, left, assert_trivial=True)
     return mma_v2(v, p, gl.zeros([WARPS, SIZE, COLUMNS], gl.float32, layout=MMA))
 
@@ -232,17 +233,18 @@ def _merge(
     """Write the mean of all parts, added up in their order: `sums` [part GROUP SIZE], `marks`
     [part 2 GROUP].
     """
-    L: gl.constexpr = _sums_layout(PARTS_AT_ONCE, gl.num_warps(), SIZE)
+    PARTS: gl.constexpr = min(16, MOST_AT_ONCE // (ROWS * SIZE))
+    L: gl.constexpr = _sums_layout(PARTS, gl.num_warps(), SIZE)
     HEAD: gl.constexpr = gl.SliceLayout(2, L)
-    p = gl.arange(0, PARTS_AT_ONCE, layout=gl.SliceLayout(1, HEAD))[:, None]
+    p = gl.arange(0, PARTS, layout=gl.SliceLayout(1, HEAD))[:, None]
     g = gl.arange(0, ROWS, layout=gl.SliceLayout(0, HEAD))[None, :]
-    p3 = gl.arange(0, PARTS_AT_ONCE, layout=gl.SliceLayout(1, HEAD))[:, None][:, :, None]
+    p3 = gl.arange(0, PARTS, layout=gl.SliceLayout(1, HEAD))[:, None][:, :, None]
     g3 = g[:, :, None]
     d = gl.arange(0, SIZE, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
     acc = gl.zeros([ROWS, SIZE], gl.float32, layout=gl.SliceLayout(0, L))
     top = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, HEAD))
     total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(0, HEAD))
-    for start in range(0, parts, PARTS_AT_ONCE):
+    for start in range(0, parts, PARTS):
         real = (start + p < parts) & (g < GROUP)
         mark = marks + (start + p) * (2 * GROUP) + g
         tops = gl.load(mark, mask=real, other=float("-inf"), cache_modifier=".cg")
@@ -269,25 +271,29 @@ def held_decode_kernel(
     MIXED: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, SIZE: gl.constexpr,
     PAGE: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, CAPPED: gl.constexpr,
     SINKS: gl.constexpr, SPLIT: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr,
-    ROWS: gl.constexpr, GROUP_ROWS: gl.constexpr, REQUESTS: gl.constexpr, OVERLAP: gl.constexpr,
+    SLOTS: gl.constexpr, ROWS: gl.constexpr, REQUESTS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Grid (KV head, part): `wanted` parts and one more for each of `tokens`, or if not SPLIT one
-    for each. A block is of ROWS slots for each of WARPS warps, a unit of 16. GROUP is at most 8,
-    GROUP_ROWS its power of 2, REQUESTS at least `tokens`. In a mixed step only the first counts[0]
-    tokens are taken, else counts[1].
+    for each, where no request has more slots than a block. A block is of SLOTS slots for each of
+    WARPS warps, a unit of 16. GROUP is at most 8, ROWS its power of 2, REQUESTS at least `tokens`.
+    In a mixed step only the first counts[0] tokens are taken, else counts[1].
     """
-    BLOCK: gl.constexpr = WARPS * ROWS
+    BLOCK: gl.constexpr = WARPS * SLOTS
     UNIT: gl.constexpr = WARPS * 16
-    KEYS: gl.constexpr = _key_layout(WARPS, ROWS, SIZE)
-    VALUES: gl.constexpr = _value_layout(WARPS, ROWS, SIZE)
+    KEYS: gl.constexpr = _key_layout(WARPS, SLOTS, SIZE)
+    VALUES: gl.constexpr = _value_layout(WARPS, SLOTS, SIZE)
     QUERY: gl.constexpr = _key_layout(WARPS, COLUMNS, SIZE)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     right: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     h, item = gl.program_id(0), gl.program_id(1)
     live = gl.load(counts + (0 if MIXED else 1))
-    t, length, split, parts, begun = _part_of(
-        item, kv_lens, live, requests, wanted, WINDOW, CHUNK, UNIT, ROWS // 16, REQUESTS
-    )
+    if SPLIT:
+        t, length, split, parts, begun = _part_of(
+            item, kv_lens, live, requests, wanted, WINDOW, CHUNK, UNIT, SLOTS // 16, REQUESTS
+        )
+    else:
+        t, split, parts, begun = item, item * 0, item * 0 + 1, item
+        length = gl.load(kv_lens + gl.minimum(t, requests - 1))
     # Who has no part ends before the wait; one in each launch has to wait, or this launch would
     # seem done before the one in front of it.
     if (item > 0) & (t >= tokens):
@@ -299,7 +305,7 @@ def held_decode_kernel(
     page_table += gl.minimum(t, requests - 1).to(gl.int64) * table_stride
     kv += h * 2 * SIZE
     end = gl.where(t < live, high, 0)
-    slot, v_slot = _slots_of(low, KEYS, WARPS, ROWS), _slots_of(low, VALUES, WARPS, ROWS)
+    slot, v_slot = _slots_of(low, KEYS, WARPS, SLOTS), _slots_of(low, VALUES, WARPS, SLOTS)
     page, v_page = _pages_of(page_table, slot, end, PAGE), _pages_of(page_table, v_slot, end, PAGE)
     place = _places(kv, page, slot, KEYS, HEADS, SIZE, PAGE)
     v_place = _places(kv + SIZE, v_page, v_slot, VALUES, HEADS, SIZE, PAGE)
@@ -315,9 +321,9 @@ def held_decode_kernel(
     if t >= live:
         if not MIXED and t < tokens:
             L: gl.constexpr = gl.SliceLayout(0, _sums_layout(1, WARPS, SIZE))
-            no_g = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, L))[:, None]
+            no_g = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))[:, None]
             no_d = gl.arange(0, SIZE, layout=gl.SliceLayout(0, L))[None, :]
-            none = gl.zeros([GROUP_ROWS, SIZE], out.dtype.element_ty, layout=L)
+            none = gl.zeros([ROWS, SIZE], out.dtype.element_ty, layout=L)
             to = out + (t.to(gl.int64) * HEADS + h) * (GROUP * SIZE)
             gl.store(to + no_g * SIZE + no_d, none, mask=no_g < GROUP)
         return
@@ -325,6 +331,7 @@ def held_decode_kernel(
     i = gl.arange(0, SIZE, layout=gl.SliceLayout(0, gl.SliceLayout(1, QUERY)))[None, None, :]
     q_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, QUERY)))[:, None, None]
     of_q = q + t.to(gl.int64) * q_token_stride + (h * GROUP + g) * q_head_stride + i
+    # All warps have the same.
     query = gl.load(of_q + q_w * 0, mask=(g < GROUP) & (q_w < WARPS), other=0.0)
     if AHEAD:
         k = gl.load(place, mask=(slot == last) & (slot < high), other=k)
@@ -335,11 +342,11 @@ def held_decode_kernel(
     query = _key_operand(query, WARPS, COLUMNS, SIZE).permute([0, 2, 1])
     query = gl.convert_layout(query, right, assert_trivial=True)
     factor = scale * LOG2_E
-    scores = _scores(query, k, low, high, factor, soft_cap, MMA, WARPS, ROWS, SIZE, CAPPED)
+    scores = _scores(query, k, low, high, factor, soft_cap, MMA, WARPS, SLOTS, SIZE, CAPPED)
     top = gl.max(scores, 1)
     weight = gl.exp2(scores - _finite(top)[:, None, :])
     total = gl.sum(weight, 1)
-    acc = _weighed(weight, v, MMA, WARPS, ROWS, SIZE)
+    acc = _weighed(weight, v, MMA, WARPS, SLOTS, SIZE)
     for start in range(low + BLOCK, high, BLOCK):
         slot += BLOCK
         v_slot += BLOCK
@@ -349,12 +356,12 @@ def held_decode_kernel(
         v = gl.load(v_place, mask=v_slot < high, other=0.0)
         page = _pages_of(page_table, slot + BLOCK, high, PAGE)
         v_page = _pages_of(page_table, v_slot + BLOCK, high, PAGE)
-        scores = _scores(query, k, start, high, factor, soft_cap, MMA, WARPS, ROWS, SIZE, CAPPED)
+        scores = _scores(query, k, start, high, factor, soft_cap, MMA, WARPS, SLOTS, SIZE, CAPPED)
         best = gl.maximum(top, gl.max(scores, 1))
         weight = gl.exp2(scores - _finite(best)[:, None, :])
         shrink = gl.exp2(top - _finite(best))
         total = total * shrink + gl.sum(weight, 1)
-        acc = acc * shrink[:, None, :] + _weighed(weight, v, MMA, WARPS, ROWS, SIZE)
+        acc = acc * shrink[:, None, :] + _weighed(weight, v, MMA, WARPS, SLOTS, SIZE)
         top = best
     # The sums of all warps, entries in their own order again.
     acc = acc.reshape([WARPS, SIZE // 64, 8, 8, COLUMNS]).permute([0, 4, 1, 3, 2])
@@ -382,4 +389,4 @@ def held_decode_kernel(
         tl.debug_barrier()  # all threads have written before one of them says so
         if gl.atomic_add(arrived + t * HEADS + h, 1, sem="acq_rel") == parts - 1:
             gl.store(arrived + t * HEADS + h, 0)
-            _merge(sums, marks, result, sinks, parts, GROUP, GROUP_ROWS, SIZE, SINKS)
+            _merge(sums, marks, result, sinks, parts, GROUP, ROWS, SIZE, SINKS)

@@ -131,25 +131,28 @@ MOST_HELD_GROUP = 8
 """Dtypes, sizes of heads, and heads of a group that `held_decode_kernel` takes."""
 
 
-def held_setting(q: Any, kv: Any, tokens: int) -> dict[str, int]:
-    """The launch configuration of `held_decode_kernel` for q [token head hdim] and a cache, {} for
-    what it does not take, or more tokens than it is good for.
+def held_setting(q: Any, kv: Any, tokens: int, scaled: bool) -> dict[str, int]:
+    """The launch configuration of `held_decode_kernel` for q [token head hdim] and a cache, with
+    scales or without; {} for what it does not take, or more tokens than it is good for.
     """
     heads, dtype, size = kv.shape[2] // 2, dtype_name(q), kv.shape[3]
     taken = dtype in HELD_DTYPES and size in HELD_SIZES and q.shape[1] <= MOST_HELD_GROUP * heads
-    if not taken or dtype_name(kv) != dtype or not hopper():
+    if not taken or scaled or dtype_name(kv) != dtype or not hopper():
         return {}
-    setting = config("held_decode", f"{dtype}/{size}/{tokens}", f"{dtype}/{size}")
+    setting = config("held_decode", f"{dtype}/{size}")
     return setting if tokens <= setting.get("tokens", 0) else {}
 
 
-def asks_ahead(q: Any, kv: Any, tokens: int) -> bool:
-    """Whether decode attention of some tokens asks for K and V before its wait, and what writes
-    the cache in front of it lets it come up early. Measured: with few tokens the programs of
-    `decode_kernel` cost more beside the product in front of both than that gains.
+def asks_ahead(q: Any, kv: Any, tokens: int, scaled: bool) -> bool:
+    """Whether decode attention of a step of so many tokens asks for K and V before its wait, if all
+    of them are decodes, and what writes the cache in front of it lets it come up early. Measured:
+    with few tokens the programs of `decode_kernel` cost more beside the product in front of both
+    than that gains.
     """
     measured = config("decode_ahead", f"{dtype_name(q)}/{kv.shape[3]}")
-    return measured["from_rows"] <= tokens <= measured["rows"] or bool(held_setting(q, kv, tokens))
+    if measured["from_rows"] <= tokens <= measured["rows"]:
+        return True
+    return bool(held_setting(q, kv, tokens, scaled))
 
 
 def kind_of(kind: str) -> str:

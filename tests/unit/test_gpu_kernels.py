@@ -317,6 +317,48 @@ def test_decode_from_registers(
     assert not counters(torch.zeros(1, device=device).device).any()
 
 
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("lengths", [[1], [300], [65, 1, 700], [1100, 64, 33, 2]], ids=str)
+def test_decode_reads_what_the_launch_before_writes(kernels, device, lengths, size):
+    """K and V of the last slot, NaN until then: what attention asks for while that launch still
+    runs, it has not taken from there. The bits are those of attention that comes much later.
+    """
+    import torch
+
+    from twinfer.gpu.kernels import attention, cache
+
+    rows, page = len(lengths), 16
+    given = paged(
+        generator("behind"), "bfloat16", lengths, [1] * rows, (4, 2), size, page, requests=rows,
+        tokens=rows,
+    )  # fmt: skip
+    given = {
+        name: torch.from_numpy(np.asarray(x).view(np.int16)).view(torch.bfloat16).to(device)
+        if name in ("q", "kv")
+        else torch.from_numpy(x).to(device)
+        if isinstance(x, np.ndarray)
+        else x
+        for name, x in given.items()
+    }
+    last = torch.tensor(lengths, device=device) - 1
+    pages = given["page_table"][torch.arange(rows, device=device), last // page]
+    slots = (pages * page + last % page).to(torch.int32)
+    angles = torch.rand(rows, size // 2, device=device)
+    numbers = torch.Generator().manual_seed(0)
+    for _ in range(3 if device == "cpu" else 100):
+        qkv = torch.randn(rows, 8 * size, generator=numbers).bfloat16().to(device)
+        given["kv"].view(-1, 4, size)[slots.long()] = float("nan")
+        q, kv = cache.norm_rope_write_kv(
+            qkv, given["kv"], None, None, angles.cos(), angles.sin(), slots, 1e-6
+        )
+        given |= {"q": q, "kv": kv}
+        behind = attention.paged_attention(**given)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert behind.isfinite().all()
+        assert torch.equal(behind, attention.paged_attention(**given))
+
+
 @pytest.mark.parametrize("reach", [{}, {"window": 300, "sinks": SINKS}, {"chunk": 500}], ids=str)
 def test_triton_decode_by_page_and_by_slot(kernels, device, reach):
     """Blocks that lie in one page and blocks that lie in several give the same bits."""

@@ -170,8 +170,11 @@ def test_what_registers_do_not_take(compiled, monkeypatch, dtype, heads, size, m
     arguments = paged(generator("compile"), dtype, [90, 150], [1, 1], heads, size, 64)
     if "kv" in more:
         more = {"kv": np.zeros(arguments["kv"].shape, np.int8), "k_scale": np.ones(2, np.float32)}
-    attention.paged_attention(**arguments_of("paged_attention", arguments | more))
+    given = arguments_of("paged_attention", arguments | more)
+    attention.paged_attention(**given)
     assert compiled == ["decode_kernel"]
+    # Nor does what writes the cache in front of it let it come up early.
+    assert not launch.asks_ahead(given["q"], given["kv"], 2, "k_scale" in more)
 
 
 def test_prompts_with_scales_have_the_kernel_that_reads_them(compiled):
