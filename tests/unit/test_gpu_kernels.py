@@ -327,6 +327,8 @@ def test_decode_reads_what_the_launch_before_writes(kernels, device, lengths, si
 
     from twinfer.gpu.kernels import attention, cache
 
+    if device == "cpu" and size > 64:
+        pytest.skip("the interpreter runs one launch after the other")
     rows, page = len(lengths), 16
     given = paged(
         generator("behind"), "bfloat16", lengths, [1] * rows, (4, 2), size, page, requests=rows,
@@ -345,7 +347,7 @@ def test_decode_reads_what_the_launch_before_writes(kernels, device, lengths, si
     slots = (pages * page + last % page).to(torch.int32)
     angles = torch.rand(rows, size // 2, device=device)
     numbers = torch.Generator().manual_seed(0)
-    for _ in range(3 if device == "cpu" else 100):
+    for _ in range(1 if device == "cpu" else 100):
         qkv = torch.randn(rows, 8 * size, generator=numbers).bfloat16().to(device)
         given["kv"].view(-1, 4, size)[slots.long()] = float("nan")
         q, kv = cache.norm_rope_write_kv(
