@@ -9,10 +9,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from functools import wraps
 from pathlib import Path
 from threading import Thread
-from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -66,8 +64,6 @@ SMALL_MODEL = 64_000_000
 """Weights below which a CPU runs on one thread: more gain nothing there, and wait for cores that
 others hold (measured: 5 instead of 330 tokens/s with one of two cores busy).
 """
-P = ParamSpec("P")
-R = TypeVar("R")
 BUILT = "built"
 """A file in the cache's folder that says that a start has left all its code there."""
 
@@ -94,21 +90,6 @@ def make_worker(
             f"{'no rank' if shard is None else f'one of {shard.count} ranks'}"
         )
     return on_device(device, lambda: TorchWorker(model, config, device, folder))
-
-
-def phase(call: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a phase of the worker's start: nothing goes on behind one that fails."""
-
-    @wraps(call)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return call(*args, **kwargs)
-        except BaseException:
-            worker: Any = args[0]
-            worker.end_pool()
-            raise
-
-    return run
 
 
 class TorchWorker:
@@ -174,16 +155,18 @@ class TorchWorker:
         if self._kernels_missing():
             self._begin_kernels(model, shard)
 
-    @phase
     def _begin_kernels(self, model: ModelConfig, shard: Shard | None) -> None:
         """Have most kernels compiled while weights are read."""
-        with code_kept_in(self._kept_in):
-            self._pool = make_pool(1 if shard is None else shard.count)
-            if self._pool is not None and shard is None:  # shards would exchange data
-                with kernels_noted(self._pool.ask):
-                    call_kernels(model, self.config, self._plans)
+        try:
+            with code_kept_in(self._kept_in):
+                self._pool = make_pool(1 if shard is None else shard.count)
+                if self._pool is not None and shard is None:  # shards would exchange data
+                    with kernels_noted(self._pool.ask):
+                        call_kernels(model, self.config, self._plans)
+        except BaseException:
+            self.end_pool()  # nobody has the worker yet, to close it
+            raise
 
-    @phase
     @advise(advice.weights)
     def load(self, progress: Progress) -> None:
         """Read or make the weights."""
@@ -227,7 +210,6 @@ class TorchWorker:
         self._loop = torch.empty(steps * config.max_num_seqs, dtype=torch.int32, device=self._where)
         self._download = Download(self._loop.numel(), self.device.platform == "cuda")
 
-    @phase
     @advise(advice.steps)
     def measure(self) -> int:
         """Bytes for the KV cache: what is left once all programs run, captured on a cache that has
@@ -294,7 +276,6 @@ class TorchWorker:
         spec = self._layout.specs[0]
         return self._layout.groups[0].page_size, 2 * spec.kv_heads, spec.head_dim
 
-    @phase
     @advise(advice.cache)
     def allocate_kv(self, num_pages: int) -> None:
         """Allocate the cache, or put memory behind the addresses that `measure` built programs on.
@@ -319,7 +300,6 @@ class TorchWorker:
         )
         self._programs.use_cache(self._kv)
 
-    @phase
     @advise(advice.steps)
     @torch.inference_mode()
     def warm_up(self, table: Table, progress: Progress) -> list[ProgramReport]:

@@ -140,7 +140,8 @@ class Engine:
         progress: Progress = silent,
         demand: Demand = ANYTHING,
     ) -> None:
-        """Loads the model and builds all programs that `demand` needs.
+        """Loads the model and builds all programs that `demand` needs. A start that fails, wherever
+        that is, leaves the device free.
 
         Raises ConfigError, ModelError, BackendUnavailable.
         """
@@ -156,8 +157,7 @@ class Engine:
                 config = replace(config, backend=cast(Backend, backend))
             self._start(config, model, folder, progress, demand, ranks)
         except BaseException:
-            if ranks is not None:
-                ranks.close()
+            self._give_up(ranks)
             raise
 
     def _start(
@@ -182,6 +182,17 @@ class Engine:
         self._has_camera = config.capture is not None
         if config.capture is not None:
             attach_camera(self, config, folder)
+
+    def _give_up(self, ranks: RankProcesses | None) -> None:
+        """End what a start that fails has begun: the ranks, which are the worker too, or the
+        worker, if it was made. An error shows the start to whoever keeps it, so that nothing would
+        go by itself.
+        """
+        owner = getattr(self, "worker", None) if ranks is None else ranks
+        if owner is not None:
+            # A device that has failed may not close either, which is not what the caller asks.
+            with suppress(Exception):
+                owner.close()
 
     def _resolve(
         self,

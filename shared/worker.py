@@ -90,7 +90,7 @@ class StepHandle(Protocol):
 
 class Worker(Protocol):
     """Runs steps on one device. Calls come in the order load, measure, allocate_kv, warm_up,
-    execute..., close.
+    execute..., close. `close` may follow each of them: a start can fail anywhere.
     """
 
     device: DeviceInfo

@@ -462,6 +462,7 @@ class JaxWorker:
     def close(self) -> None:
         """Drop weights, cache and programs."""
         self._programs.clear()
+        self._built = {}
         self._weights = self._head = {}
         self._kv = self._state = self._last_tokens = self._halted = None  # type: ignore[assignment]  # closed for good
         self._angles = self._histories = None

@@ -339,7 +339,9 @@ class XlaWorker:
 
     def close(self) -> None:
         """Drop weights, cache and programs, once nothing runs."""
-        xm.wait_device_ops()
-        self._programs.clear()
-        self._unsampled = None
-        self._held = self._kv = self._state = self._last_tokens = None  # type: ignore[assignment]  # closed for good
+        try:
+            xm.wait_device_ops()
+        finally:
+            self._programs.clear()
+            self._unsampled = None
+            self._held = self._kv = self._state = self._last_tokens = None  # type: ignore[assignment]  # closed for good

@@ -9,7 +9,7 @@ worker's plans have them: on what is given to them in the layer, they say which 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -168,15 +168,21 @@ def start_worker(
     fault: Fault | None = None,
 ) -> Worker:  # fmt: skip
     """A worker that is loaded and compiled for the programs of `table`, with a cache of so many
-    pages. Raises ModelError, BackendUnavailable.
+    pages. One whose start fails is closed. Raises ModelError, BackendUnavailable.
     """
     device = backend_module(target.backend).find_device(target.device)
     with planted(target.backend, fault), faulty_checkpoint(subject, fault) as held:
         config = replace(config, load_format=held.load_format)
         worker = create_worker(subject.model, config, device, held.folder)
-        worker.load(silent)
-        worker.allocate_kv(pages)
-        worker.warm_up(table, silent)
+        try:
+            worker.load(silent)
+            worker.allocate_kv(pages)
+            worker.warm_up(table, silent)
+        except BaseException:
+            # What it failed of is told, not what may come of that here.
+            with suppress(Exception):
+                worker.close()
+            raise
     return worker
 
 

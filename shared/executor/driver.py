@@ -324,7 +324,8 @@ class Ranks:
             with contextlib.suppress(TwinferError):
                 self.start("close")
             with self._changed:
-                self._changed.wait_for(lambda: self._left, PARTING_S)
+                # Nobody is waited for behind an error: who watches ends all then.
+                self._changed.wait_for(lambda: self._left or self._error is not None, PARTING_S)
         self._lose(RankLost("the ranks were closed"))
         self._watcher.join()
         for inbox in self._inboxes:

@@ -104,6 +104,8 @@ class Rank:
         name = call.name
         if name == "make":
             return self._make(decode(call.value, Make))
+        if name == "close" and self._worker is None:
+            return None  # the driver's start has failed before it asked for workers
         given = [decode(call.value, ARGUMENTS[name])] if name in ARGUMENTS else []
         if name in ("load", "warm_up"):
             given.append(self._progress if self._index == 0 else silent)

@@ -27,7 +27,7 @@ from twinfer.gpu.programs import Programs
 from twinfer.gpu.reserved import ReservedCache
 from twinfer.ops import resolve
 from twinfer.serving.llm import LLM
-from twinfer.shared import compilation_config
+from twinfer.shared import compilation_config, engine
 from twinfer.shared.compilation_config import CUDAGraphMode
 from twinfer.shared.config import DeviceInfo
 from twinfer.shared.errors import ConfigError, InternalError
@@ -348,6 +348,20 @@ def test_an_engine_that_is_dropped_gives_its_pages_back(as_on_a_gpu, driver, dev
     assert driver.empty
 
 
+def test_a_start_that_fails_gives_its_pages_back(as_on_a_gpu, driver, device, monkeypatch):
+    """At once: who shows the error holds all that the start has made."""
+    only_on(device, "cpu")
+
+    def refuse(*_):
+        raise ConfigError(f"{len(driver.memory)} pieces of memory are there")
+
+    monkeypatch.setattr(engine, "Scheduler", refuse)
+    with pytest.raises(ConfigError, match=r"^[1-9]") as caught:
+        LLM("demo", **as_on_a_gpu)
+    assert driver.empty
+    del caught
+
+
 def test_an_engine_is_closed_once(as_on_a_gpu, driver, device):
     only_on(device, "cpu")
     llm = LLM("demo", **as_on_a_gpu)
@@ -453,9 +467,8 @@ with tempfile.TemporaryDirectory() as folder:
         LLM("demo", backend="torch", device="cuda", dtype="float32", max_num_seqs=4,
             compilation_config={"cache_dir": folder})
     except KeyboardInterrupt:
-        workers[0].close()
         torch.cuda.synchronize()
-        print("closed", calls)
+        print("closed" if workers[0]._module is None else "open", calls)
 """
 
 

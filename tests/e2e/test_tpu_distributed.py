@@ -143,6 +143,16 @@ def test_what_starts_device_work_is_done_by_every_host_in_the_same_order():
             )
 
 
+def test_a_first_host_may_close_before_anything_is_loaded():
+    others = [Recorder(5), Recorder(7)]
+    hosts_ = Hosts(*others)
+    mine = Recorder(6)
+    hosts_.first(mine).close()
+    hosts_.join()
+    assert hosts_.lost == hosts_.errors == []
+    assert all(host.calls == [("close",)] for host in (mine, *others))
+
+
 @pytest.mark.parametrize("what", sorted(SAME))
 def test_hosts_that_run_something_else_are_named(what):
     hosts_ = Hosts(Recorder(5), digests=SAME | {what: "other"})
@@ -528,6 +538,17 @@ def test_every_device_must_take_part():
             _, error = communicate(process, 200, *pair[index + 1 :])
             assert process.returncode != 0
             assert "tensor_parallel_size: got 2; 2 hosts have 4 devices" in error
+
+
+@pytest.mark.slow
+def test_the_others_leave_where_the_first_ones_start_fails():
+    too_many = [*GENERATE, "--num-pages", str(1 << 40)]
+    with two_hosts(free_ports(), *too_many, "--tp", "4") as pair:
+        _, error = communicate(pair[0], 200, pair[1])
+        assert pair[0].returncode == 2
+        assert f"error: num_pages: got {1 << 40}" in error
+        _, error = communicate(pair[1], 200)
+        assert pair[1].returncode == 0, error[-3000:]
 
 
 def connections(port):

@@ -243,6 +243,29 @@ def test_a_compiler_that_leaves_out_roundings_is_no_side(tmp_path, monkeypatch):
         WorkerSide(where, parse_target("jax:cpu"), steps)
 
 
+@pytest.mark.parametrize("phase", ["load", "allocate_kv", "warm_up"])
+def test_a_worker_whose_start_fails_is_closed(tmp_path, phase, monkeypatch):
+    """And what it failed of is told, whatever comes while it is closed."""
+    from twinfer.gpu.worker import TorchWorker
+
+    where, closed, close = subject(tmp_path, SMALL), [], TorchWorker.close
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    def close_badly(worker):
+        close(worker)
+        closed.append(worker)
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(TorchWorker, phase, interrupted)
+    monkeypatch.setattr(TorchWorker, "close", close_badly)
+    steps = make_steps(where, default_prompts(where, 1))[:1]
+    with pytest.raises(KeyboardInterrupt):
+        WorkerSide(where, parse_target("torch:cpu"), steps)
+    assert len(closed) == 1
+
+
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_a_worker_starts_on_the_cache_that_it_is_given(tmp_path, backend):
     where = subject(tmp_path, SMALL)

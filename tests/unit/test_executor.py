@@ -230,6 +230,24 @@ def test_a_call_does_not_wait_for_a_rank_that_has_just_ended(monkeypatch, rank):
         ranks.close()
 
 
+def test_ranks_that_fail_to_close_are_not_waited_for(monkeypatch):
+    monkeypatch.setattr(driver, "LOOK_S", 2.0)
+    ranks = start(monkeypatch, "*,close,raise")
+    worker_of(ranks)
+    began = time.monotonic()
+    ranks.close()
+    assert time.monotonic() - began < driver.PARTING_S - 1
+    assert gone(ranks.processes)
+
+
+def test_ranks_leave_in_peace_before_their_workers_are_made(monkeypatch):
+    """As where an engine's start fails by its configuration."""
+    ranks = start(monkeypatch)
+    ranks.close()
+    ranks.close()
+    assert [process.returncode for process in ranks._launcher._started] == [0, 0]
+
+
 def test_a_rank_that_samples_another_token_is_caught(monkeypatch):
     ranks = start(monkeypatch, "1,differ")
     try:

@@ -521,17 +521,26 @@ def test_a_launcher_that_does_not_compile_is_left_to_the_engine(monkeypatch, cap
     assert "no compiler" in capsys.readouterr().err
 
 
-def test_phases_that_fail_end_the_pool():
-    from twinfer.gpu.worker import phase
+@pytest.mark.parametrize("behind", ["the pool", "what the worker measures"])
+def test_a_start_that_fails_ends_the_pool(monkeypatch, behind):
+    from twinfer.gpu import worker
+    from twinfer.serving.llm import LLM
+    from twinfer.shared import engine
 
-    ended = []
-
-    @phase
-    def load(worker):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
+    ended = []
+    pool = SimpleNamespace(ask=None, close=lambda: ended.append(True))
+    monkeypatch.setattr(worker, "make_pool", lambda ranks: pool)
+    monkeypatch.setattr(worker, "call_kernels", lambda *_: None)
+    monkeypatch.setattr(worker.TorchWorker, "_kernels_missing", lambda made: True)
+    if behind == "the pool":
+        monkeypatch.setattr(worker, "load_weights", interrupted)
+    else:
+        monkeypatch.setattr(engine, "Scheduler", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        load(SimpleNamespace(end_pool=lambda: ended.append(True)))
+        LLM("demo", backend="torch", device="cpu", max_model_len=32, max_num_seqs=1, progress=False)
     assert ended == [True]
 
 
