@@ -16,6 +16,8 @@ import itertools
 import json
 import statistics
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,31 +55,54 @@ def variants_of(text: str) -> list[Variant]:
     return [(name, dict(zip(keys, each, strict=True))) for each in combinations]
 
 
-class Patched:
+def unknown(variants: list[Variant]) -> str:
+    """What of the entries no kernel has, "" if there is nothing."""
+    table = launch._table()["default"]
+    for name, values in variants:
+        kernel = name.split("/")[0]
+        known = {key for entry in every_entry() if entry[0] == kernel for key in entry[1]}
+        if kernel not in table:
+            return f"--try: got {name}, the kernels are {', '.join(sorted(kernels_of(table)))}"
+        if values.keys() - known:
+            return (
+                f"--try: got {min(values.keys() - known)}, {kernel} has {', '.join(sorted(known))}"
+            )
+    return ""
+
+
+def kernels_of(entries: dict[str, Setting]) -> set[str]:
+    """The kernels that entries are of."""
+    return {name.split("/")[0] for name in entries}
+
+
+def every_entry() -> Iterator[tuple[str, Setting]]:
+    """(Kernel, values) of all entries, of all chips."""
+    table = launch._table()
+    for entries in (table["default"], *table["chips"].values()):
+        for name, values in entries.items():
+            yield name.split("/")[0], values
+
+
+@contextmanager
+def table_with(variant: Variant | None) -> Iterator[None]:
     """`configs.json` with one entry changed, within the block."""
-
-    def __init__(self, variant: Variant | None) -> None:
-        self._variant = variant
-
-    def __enter__(self) -> None:
-        if self._variant is None:
-            return
-        name, values = self._variant
-        table = launch._table()
-        chip = table["chips"].setdefault(torch.cuda.get_device_name(), {})
-        self._before = chip.get(name)
-        standing = self._before or table["default"].get(name) or {}
-        chip[name] = {**standing, **values}
-        launch.config.cache_clear()
-
-    def __exit__(self, *_: object) -> None:
-        if self._variant is None:
-            return
-        chip = launch._table()["chips"][torch.cuda.get_device_name()]
-        if self._before is None:
-            del chip[self._variant[0]]
+    if variant is None:
+        yield
+        return
+    name, values = variant
+    table = launch._table()
+    chip = table["chips"].setdefault(torch.cuda.get_device_name(), {})
+    before = chip.get(name)
+    kernel = table["default"][name.split("/")[0]]
+    chip[name] = {**(before or table["default"].get(name, kernel)), **values}
+    launch.config.cache_clear()
+    try:
+        yield
+    finally:
+        if before is None:
+            del chip[name]
         else:
-            chip[self._variant[0]] = self._before
+            chip[name] = before
         launch.config.cache_clear()
 
 
@@ -100,7 +125,7 @@ class Steps:
 
     def note(self, variant: Variant | None) -> Any:
         """The kernels of a variant that are not compiled."""
-        with Patched(variant), kernels_noted() as noted:
+        with table_with(variant), kernels_noted() as noted:
             self.programs._rows(self.descriptor, False)
         return noted
 
@@ -109,7 +134,7 @@ class Steps:
         mode = self.programs._compilation.cudagraph_mode.step_mode("decode")
         # A pool takes no capture any more once all graphs in it are gone.
         recorder = GraphRecorder()
-        with Patched(variant), recorder.recording():
+        with table_with(variant), recorder.recording():
             self.programs._rows(self.descriptor)
             replay, _ = recorder.capture(
                 self.descriptor, mode, lambda: self.programs._rows(self.descriptor)
@@ -144,7 +169,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--replays", type=whole_number(10), default=60)
     parser.add_argument("--try", dest="variants", type=variants_of, action="append", default=[])
     parser.add_argument("--json", type=output_file)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.variants = [each for group in arguments.variants for each in group]
+    if wrong := unknown(arguments.variants):
+        parser.error(wrong)
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU here, and nothing else to time steps on")
+    return arguments
 
 
 def main() -> None:
@@ -161,8 +192,7 @@ def main() -> None:
         max_num_seqs=arguments.max_num_seqs,
     )
     engine = Engine(config, load_config(folder), folder)
-    variants = [each for group in arguments.variants for each in group]
-    rows = []
+    variants, rows = arguments.variants, []
     for requests, prompt in itertools.product(arguments.batch_sizes, arguments.prompt):
         steps = Steps(engine, requests, prompt)
         noted: Any = {}
