@@ -19,11 +19,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from .arithmetic import LOG2_E, oldest_seen, squash, with_sinks
-from .launch import MOST_HELD_GROUP
 from .overlap import wait
 
-COLUMNS = gl.constexpr(MOST_HELD_GROUP)
-"""Of the right operand of a tensor core: heads of a group."""
+COLUMNS = gl.constexpr(8)
+"""Of the right operand of a tensor core: heads of a group, `MOST_HELD_GROUP` of `launch.py`, which
+imports torch.
+"""
 MOST_AT_ONCE = gl.constexpr(1 << 14)
 """Sums of parts that are on their way at the same time: registers hold them."""
 

@@ -136,7 +136,9 @@ def test_decode_that_asks_for_first_blocks_ahead_compiles(compiled, monkeypatch)
 @pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_decode_of_few_requests_compiles(compiled, monkeypatch, size, setting, group):
     """As it was measured, for as many requests as it takes; one more has the other kernel."""
-    from twinfer.gpu.kernels import attention, launch
+    from twinfer.gpu.kernels import attention, held_decode_kernel, launch
+
+    assert held_decode_kernel.COLUMNS.value == launch.MOST_HELD_GROUP
 
     for name, value in setting.items():
         monkeypatch.setitem(launch.config("held_decode", f"bfloat16/{size}"), name, value)
