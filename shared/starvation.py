@@ -75,12 +75,15 @@ class Starvation:
         self._processors = processors or processors_of(pid)
         self._seen: dict[Path, tuple[int, int]] = {}
         self._looked = time.monotonic()
+        self._room = 0.0
+        """Seconds before the last look that a wait which was not over may have taken."""
 
     def look(self) -> float:
         """Seconds since the last look in which one of the threads that were there then could run
         and did not, because others had the processors: of the thread that waited longest, but no
         more than the share of the processors that these threads together did not have. 0 at first.
-        While a quota holds a thread back, Linux counts that as its wait.
+        Of a wait that is over now, what lay before the last look counts here. While a quota holds a
+        thread back, Linux counts that as its wait.
         """
         now = time.monotonic()
         before, elapsed = self._seen, now - self._looked
@@ -98,7 +101,10 @@ class Starvation:
                 if ran == ran_before and _state(thread) == "R":
                     wait = elapsed  # the system adds a wait when it is over
                 longest = max(longest, wait)
-        return max(0.0, min(longest, elapsed - used / self._processors))
+        most = max(0.0, elapsed - used / self._processors)
+        starved = min(longest, most + self._room)
+        self._room = max(0.0, most - longest) if before else 0.0
+        return starved
 
 
 def is_stopped(pid: int) -> bool:

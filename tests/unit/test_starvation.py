@@ -61,6 +61,19 @@ def test_a_thread(name, first, second, starved, system):
     assert system.look(seen) == pytest.approx(starved)
 
 
+def test_a_wait_across_a_look_counts_once_it_is_over(system):
+    """And no more of it than there was time before that look, which others did not fill."""
+    system.thread(7, 7, "R", 50, 9)
+    seen = Starvation(7, system.folder, processors=8)
+    assert system.look(seen) == 0
+    system.thread(7, 7, "R", 60, 109)  # and waits for 90 ms, which it is not told of yet
+    assert system.look(seen) == pytest.approx(0.1)
+    system.thread(7, 7, "R", 70, 389)
+    assert system.look(seen) == pytest.approx(0.19875 + 0.09, abs=0.01)
+    system.thread(7, 7, "R", 80, 5389)
+    assert system.look(seen) == pytest.approx(0.2, abs=0.01)
+
+
 def test_the_thread_that_waits_longest_counts_whoever_started_it(system):
     system.thread(7, 7, "S", 1, 1, children=[9])
     system.thread(7, 8, "S", 1, 1)
