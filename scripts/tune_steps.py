@@ -16,21 +16,26 @@ import itertools
 import json
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from profile_step import load_engine
 
 from twinfer.gpu.graphs import GraphRecorder
 from twinfer.gpu.kernels import launch
 from twinfer.gpu.precompile import compile_together, kernels_noted
-from twinfer.serving.parser import OneLineParser, output_file, whole_number, whole_numbers
+from twinfer.serving.parser import (
+    OneLineParser,
+    json_object,
+    output_file,
+    whole_number,
+    whole_numbers,
+)
 from twinfer.serving.program import run_program
-from twinfer.shared.config import EngineConfig
 from twinfer.shared.engine import Engine
-from twinfer.shared.models.config_json import load_config
-from twinfer.shared.models.locate import model_folder
 from twinfer.shared.sampling_params import SamplingParams
 
 Setting = dict[str, int]
@@ -57,30 +62,17 @@ def variants_of(text: str) -> list[Variant]:
 
 def unknown(variants: list[Variant]) -> str:
     """What of the entries no kernel has, "" if there is nothing."""
-    table = launch._table()["default"]
-    for name, values in variants:
-        kernel = name.split("/")[0]
-        known = {key for entry in every_entry() if entry[0] == kernel for key in entry[1]}
-        if kernel not in table:
-            return f"--try: got {name}, the kernels are {', '.join(sorted(kernels_of(table)))}"
-        if values.keys() - known:
-            return (
-                f"--try: got {min(values.keys() - known)}, {kernel} has {', '.join(sorted(known))}"
-            )
-    return ""
-
-
-def kernels_of(entries: dict[str, Setting]) -> set[str]:
-    """The kernels that entries are of."""
-    return {name.split("/")[0] for name in entries}
-
-
-def every_entry() -> Iterator[tuple[str, Setting]]:
-    """(Kernel, values) of all entries, of all chips."""
-    table = launch._table()
+    table, known = launch._table(), defaultdict(set)
     for entries in (table["default"], *table["chips"].values()):
         for name, values in entries.items():
-            yield name.split("/")[0], values
+            known[name.split("/")[0]] |= values.keys()
+    for name, values in variants:
+        kernel = name.split("/")[0]
+        if kernel not in known:
+            return f"--try: got {name}, the kernels are {', '.join(sorted(known))}"
+        if more := values.keys() - known[kernel]:
+            return f"--try: got {min(more)}, {kernel} has {', '.join(sorted(known[kernel]))}"
+    return ""
 
 
 @contextmanager
@@ -166,6 +158,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", type=whole_numbers(1), default="128")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--max-num-seqs", type=int, default=16)
+    parser.add_argument("--compilation-config", type=json_object, default={})
+    parser.add_argument("--op-priority", type=json_object, default={})
     parser.add_argument("--replays", type=whole_number(10), default=60)
     parser.add_argument("--try", dest="variants", type=variants_of, action="append", default=[])
     parser.add_argument("--json", type=output_file)
@@ -181,17 +175,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Print a line for each configuration, fastest first, and write JSON if asked."""
     arguments = parse_arguments()
-    folder = model_folder(arguments.shape)
-    config = EngineConfig(
-        model=folder,
-        backend="torch",
-        load_format="dummy",
-        quantization=arguments.quantization,
-        enable_prefix_caching=False,
-        max_model_len=arguments.max_model_len,
-        max_num_seqs=arguments.max_num_seqs,
-    )
-    engine = Engine(config, load_config(folder), folder)
+    engine = load_engine(arguments)
     variants, rows = arguments.variants, []
     for requests, prompt in itertools.product(arguments.batch_sizes, arguments.prompt):
         steps = Steps(engine, requests, prompt)

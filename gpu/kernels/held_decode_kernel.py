@@ -83,12 +83,7 @@ def _slots_of(first, L: gl.constexpr, WARPS: gl.constexpr, SLOTS: gl.constexpr):
     """
     w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
     r = gl.arange(0, SLOTS, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
-    return first + _slot_in_block(w, r, WARPS)
-
-
-@gluon.jit
-def _slot_in_block(w, r, WARPS: gl.constexpr):
-    return r // 16 * (16 * WARPS) + w * 16 + r % 16
+    return first + (r // 16 * (16 * WARPS) + w * 16 + r % 16)
 
 
 @gluon.jit
@@ -173,13 +168,11 @@ def _scores(
     scores = mma_v2(k, q, gl.zeros([WARPS, SLOTS, COLUMNS], gl.float32, layout=MMA)) * factor
     if CAPPED:
         scores = squash(scores, soft_cap)
-    w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None]
-    n = gl.arange(0, SLOTS, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]
-    return gl.where(start + _slot_in_block(w, n, WARPS) < high, scores, float("-inf"))
+    return gl.where(_slots_of(start, MMA, WARPS, SLOTS) < high, scores, float("-inf"))
 
 
 @gluon.jit
-def _weighed(
+def _sum_of_values(
     p, v, MMA: gl.constexpr, WARPS: gl.constexpr, SLOTS: gl.constexpr, SIZE: gl.constexpr
 ):  # fmt: skip
     """[warp, entry, head] of V by weights [warp, slot, head]; entries in V's order as operands."""
@@ -347,7 +340,7 @@ def held_decode_kernel(
     top = gl.max(scores, 1)
     weight = gl.exp2(scores - _finite(top)[:, None, :])
     total = gl.sum(weight, 1)
-    acc = _weighed(weight, v, MMA, WARPS, SLOTS, SIZE)
+    acc = _sum_of_values(weight, v, MMA, WARPS, SLOTS, SIZE)
     for start in range(low + BLOCK, high, BLOCK):
         slot += BLOCK
         v_slot += BLOCK
@@ -362,7 +355,7 @@ def held_decode_kernel(
         weight = gl.exp2(scores - _finite(best)[:, None, :])
         shrink = gl.exp2(top - _finite(best))
         total = total * shrink + gl.sum(weight, 1)
-        acc = acc * shrink[:, None, :] + _weighed(weight, v, MMA, WARPS, SLOTS, SIZE)
+        acc = acc * shrink[:, None, :] + _sum_of_values(weight, v, MMA, WARPS, SLOTS, SIZE)
         top = best
     # The sums of all warps, entries in their own order again.
     acc = acc.reshape([WARPS, SIZE // 64, 8, 8, COLUMNS]).permute([0, 4, 1, 3, 2])
