@@ -8,7 +8,9 @@ from importlib.util import find_spec
 
 if find_spec("triton") is not None:
     from . import launch
+    from .parsing import parse_in_turn
 
+    parse_in_turn()
     if launch.INTERPRETED:
         from .interpreter import repair
 

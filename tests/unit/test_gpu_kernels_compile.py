@@ -2,6 +2,7 @@
 shows what they compute, takes programs that the compiler refuses.
 """
 
+import gc
 import json
 import sys
 import threading
@@ -719,6 +720,29 @@ def test_engines_that_start_side_by_side_launch_afterwards(driver):
         for call in [starts.submit(text_kernel[(1,)], torch.zeros(1), TEXT=x) for x in "ab"]:
             call.result()
     assert driver.launches == ["text_kernel"] * 2
+
+
+def test_threads_parse_at_the_same_time():
+    """Python loses count of a tree's depth where the garbage collector lets another thread make one
+    too: python/cpython#106905.
+    """
+    from twinfer.gpu.kernels.attention import decode_kernel
+
+    def give_way(*_):
+        return sum(range(50))
+
+    interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(1e-6)
+    gc.set_threshold(20, 2, 2)
+    gc.callbacks.append(give_way)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            trees = [threads.submit(decode_kernel.parse) for _ in range(64)]
+        assert {type(tree.result()).__name__ for tree in trees} == {"Module"}
+    finally:
+        gc.callbacks.remove(give_way)
+        sys.setswitchinterval(interval)
+        gc.set_threshold(*thresholds)
 
 
 def test_kernels_are_loaded_on_the_gpu_that_is_current(monkeypatch):
