@@ -11,7 +11,7 @@ PYTEST_ARGS ?= -n auto --dist loadfile
 # A process for each GPU, or GPU_PROCESSES in turn, each of which sees one; the server's tests need none. Without an environment: python -m pytest $(make -s print-gpu-args)
 GPUS ?= $(shell nvidia-smi -L 2> /dev/null | grep -c ^GPU)
 GPU_PROCESSES ?= $(GPUS)
-GPU_ARGS = --device cuda -m gpu -p twinfer.gpu.kernels --ignore-glob=*/test_tpu_* --ignore-glob=*/test_server* --ignore-glob=*/test_dashboard* --continue-on-collection-errors --durations=15 -n $(GPU_PROCESSES) \
+GPU_ARGS = -v --device cuda -m gpu -p twinfer.gpu.kernels --ignore-glob=*/test_tpu_* --ignore-glob=*/test_server* --ignore-glob=*/test_dashboard* --continue-on-collection-errors --durations=15 -n $(GPU_PROCESSES) \
 	--dist worksteal tests/unit tests/e2e
 
 BIN := .venv/bin
