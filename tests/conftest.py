@@ -66,6 +66,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") != "cpu":
         os.environ.pop("JAX_PLATFORMS", None)
+    if config.getoption("--device") == "tpu":
+        check_tpu()
     if config.getoption("--device") == "cuda":
         # Before CUDA is asked for anything: it reads this once, and would keep to the first GPU.
         if (worker := getattr(config, "workerinput", None)) is not None:
@@ -166,6 +168,20 @@ def check_gpu() -> None:
         raise pytest.UsageError(
             "--device cuda: torch finds no CUDA device on this machine, so nothing would be tested"
         )
+
+
+def check_tpu() -> None:
+    """Raise UsageError where JAX has no TPU: it would take the CPU, and the run would look like one
+    that a TPU has passed.
+    """
+    import jax
+
+    try:
+        jax.devices("tpu")
+    except RuntimeError as error:
+        raise pytest.UsageError(
+            f"--device tpu: JAX finds no TPU on this machine, so nothing would be tested ({error})"
+        ) from None
 
 
 NEED_A_GPU = {"cuda", "kernels"}

@@ -38,6 +38,8 @@ NOT_RUN = {
     "make setup-xla": "installs an environment of its own",
     "torch:cuda": "needs a GPU",
     "--device cuda": "needs a GPU",
+    "jax:tpu": "needs a TPU",
+    "--device tpu": "needs a TPU",
     "scripts/profile_step.py": "needs a GPU",
     "/tmp/checkout": "runs a GPU's tests",
     "--tp 4 --prompt": "needs four TPU chips",
