@@ -1,5 +1,5 @@
 """What a step takes on several devices: a model of the bytes that it reads and sends, checked
-against two GPUs in docs/measurements.md.
+against two GPUs in docs/measurements/two-gpus.md.
 
 Two questions. From a step that was measured on one device: what will it take on `shards` of them
 (`step_ms`)? And by published rates alone (`estimate`)? Both add the

@@ -307,7 +307,7 @@ def value_problem(parser: OneLineParser, words: list[str]) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_is_named_exists(path):
     """Every command can be parsed, run here or not; so can what sentences say, and their flags
     exist.
@@ -466,10 +466,10 @@ def is_run(example: Example, long: bool) -> bool:
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, marks=pytest.mark.slow if path.name == "numerics.md" else ())
+        pytest.param(path, marks=pytest.mark.slow if path == ROOT / "docs/numerics.md" else ())
         for path in having(long=False)
     ],
-    ids=lambda path: path.name,
+    ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_what_is_shown_happens(path, folder):
     problems = list(failures(path.name, path.read_text(), long=False))
@@ -478,7 +478,7 @@ def test_what_is_shown_happens(path, folder):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("path", having(long=True), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", having(long=True), ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_is_shown_happens_at_length(path, folder):
     problems = list(failures(path.name, path.read_text(), long=True))
     assert not problems, "\n".join(problems)

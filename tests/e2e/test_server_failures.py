@@ -743,7 +743,7 @@ def test_a_page_that_holds_another_ones_is_seen(name, tmp_path):
 @pytest.mark.slow
 def test_three_times_too_much_load():
     """What was admitted is served, whatever is refused beside it. How long it takes is measured by
-    `bench serve` (docs/measurements.md).
+    `bench serve` (docs/measurements/server-and-sampling.md).
     """
 
     async def ask(client, index):

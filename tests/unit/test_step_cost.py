@@ -1,5 +1,5 @@
-"""The model of a step's cost against the points that two GPUs gave, as docs/measurements.md has
-them, and by hand.
+"""The model of a step's cost against the points that two GPUs gave, as docs/measurements/two-gpus.md
+has them, and by hand.
 """
 
 import re
@@ -21,7 +21,7 @@ from twinfer.shared.step_cost import (
     sums_ms,
 )
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "measurements.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "measurements" / "two-gpus.md"
 BATCHES = (1, 8, 64, 256)
 PROMPTS = 8192
 LLAMA = load_config(model_folder("llama3-8b"))
@@ -35,7 +35,7 @@ def row(text, begin):
 
 def section():
     text = PAGE.read_text()
-    return text[text.index("### Two GPUs") : text.index("**The executor alone**")]
+    return text[text.index("## Steps on two GPUs") : text.index("## The executor alone")]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_an_estimate_by_hand():
 
 
 def test_an_mlp_beside_experts_is_one_more_sum():
-    """As `twinfer aot` counts them in what is compiled: 3 a layer (docs/measurements.md)."""
+    """As `twinfer aot` counts them in what is compiled: 3 a layer (docs/measurements/tpu-compiler.md)."""
     assert number_of_sums(load_config(model_folder("gemma4-26b-a4b"))) == 3 * 30 + 1
     assert number_of_sums(load_config(model_folder("qwen3-30b-a3b"))) == 2 * 48 + 1
 
