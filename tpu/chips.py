@@ -40,3 +40,5 @@ tpu7x half a one.
 """
 
 BY_KIND = {chip.kind: chip for chip in CHIPS.values()}
+OTHER_NAMES = {"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite"}
+"""Kinds by the names that some releases of JAX's runtime give them instead."""

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from twinfer.ops import OpError
@@ -312,3 +313,34 @@ def test_costs_are_those_of_an_eighth_of_the_table_or_of_the_window(window):
 
     assert costs(requests, 1) == [4 * requests * seen * heads * hdim]
     assert costs(32, 32) == [4 * n * seen * heads * hdim for n in (requests, 32)]
+
+
+def test_no_loop_stands_before_the_kernels():
+    """It would be one in each layer, of launches that wait for one another."""
+    kv = jax.ShapeDtypeStruct((8, 16, 4, 128), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((64, 8, 128), jnp.bfloat16)
+    shapes = [(40, 4), (41,), (40,), (2,)]
+    numbers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+
+    def call(*arrays):
+        return attention.attend(*arrays, 0.1, 0, 0.0, 32, None, None, True)
+
+    def loops(jaxpr):
+        found = []
+        for equation in jaxpr.eqns:
+            name = equation.primitive.name
+            if name in ("while", "scan"):
+                found.append(name)
+            elif name != "pallas_call":
+                for inner in jaxprs_in_params(equation.params):
+                    found += loops(inner)
+        return found
+
+    assert loops(jax.make_jaxpr(call)(q, kv, *numbers).jaxpr) == []
+
+
+def test_a_kind_is_known_by_its_other_names():
+    for name, kind in (("TPU v6e", "TPU v6 lite"), ("TPU v5p", "TPU v5"), ("TPU v4", "TPU v4")):
+        device = AbstractDevice(device_kind=name, num_cores=1, platform="tpu")
+        with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+            assert target.target_kind() == kind

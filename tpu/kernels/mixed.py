@@ -79,8 +79,9 @@ def mixed_attention(
     q = q.reshape(-1, kv_heads, group, hdim).transpose(1, 0, 2, 3).reshape(kv_heads, -1, hdim)
     edges = jnp.arange(blocks, dtype=jnp.int32) * block_tokens
     # The first request with a token in each block; requests with one query, which stand first, are
-    # not done here.
-    first = jnp.searchsorted(query_start[1:], edges, side="right").astype(jnp.int32)
+    # not done here. All are compared: a binary search is a loop, in each layer, of steps that wait.
+    first = jnp.searchsorted(query_start[1:], edges, side="right", method="compare_all")
+    first = first.astype(jnp.int32)
     first = jnp.maximum(first, counts[0])
     rows = block_tokens * group
     kernel = partial(

@@ -13,7 +13,7 @@ from jax.sharding import get_abstract_mesh
 
 from ...ops.implement import Refusal
 from ...shared.page_table import SCALAR_MEMORY_FOR_TABLES
-from ..chips import BY_KIND
+from ..chips import BY_KIND, OTHER_NAMES
 from .cache import slot_form
 
 HEAD_SIZES = (64, 80, 96, 128, 256, 512)
@@ -23,9 +23,8 @@ PAGES = (16, 32, 64, 128, 256)
 def target_kind() -> str:
     """The kind of device that is lowered for: the abstract mesh's, else the default device's."""
     abstract = get_abstract_mesh().abstract_device
-    if abstract is not None:
-        return str(abstract.device_kind)
-    return str(jax.devices()[0].device_kind)
+    name = str((jax.devices()[0] if abstract is None else abstract).device_kind)
+    return OTHER_NAMES.get(name, name)
 
 
 def on_tpu() -> bool:
