@@ -4,7 +4,7 @@ the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -113,6 +113,14 @@ class Handle:
             tokens = tokens[: tokens[-1, 0]]
             streams = None if streams is None else streams[: len(tokens)]
         return StepOutput(self.step.step_id, tokens, top, prompt, streams)
+
+
+def _begin_copies(arrays: Iterable[jax.Array]) -> None:
+    """Have arrays copied to the host as soon as they are there, so that nobody waits for a copy
+    that has not begun.
+    """
+    for array in arrays:
+        array.copy_to_host_async()
 
 
 class JaxWorker:
@@ -334,6 +342,7 @@ class JaxWorker:
         tokens.copy_to_host_async()
         if step.logprobs:
             handle.top = self._program(("logprobs", size))(self._head, rows, tokens)
+            _begin_copies(handle.top)
         handle.tokens = tokens
 
     def _of_sampler(self, step: StepInput, processors: np.ndarray) -> Any:
@@ -435,7 +444,10 @@ class JaxWorker:
         padded = np.zeros(-(-len(targets) // size) * size, np.int32)
         padded[: len(targets)] = np.maximum(targets, 0)
         starts = range(0, len(targets), size)
-        return [top(self._head, take(hidden, np.int32(s)), padded[s : s + size]) for s in starts]
+        parts = [top(self._head, take(hidden, np.int32(s)), padded[s : s + size]) for s in starts]
+        for part in parts:
+            _begin_copies(part)
+        return parts
 
     def _program(self, key: Any) -> Callable[..., Any]:
         program = self._programs.get(key)
