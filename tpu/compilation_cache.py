@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import filelock  # noqa: F401  (JAX needs it to lock the folder, and asks for it only then)
@@ -66,6 +67,8 @@ def use_cache(asked: str | None, devices: Sequence[Any]) -> Change:
     # JAX keeps by default what took a second; all of ours are needed again.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if jax.process_count() > 1:
+        _keep_on_every_process()
     return Change(OPTION, asked, str(folder), "compiled programs are kept for later starts")
 
 
@@ -84,6 +87,21 @@ def _set_folder(folder: str | None) -> None:
         if folder is not None:
             jax.config.update("jax_compilation_cache_max_size", LARGEST)
         compilation_cache.reset_cache()  # JAX opens a folder once
+
+
+def _keep_on_every_process() -> None:
+    """Have each of several processes keep what it compiles. JAX writes entries on the first one
+    alone, as if all had one folder: the others would compile everything again at each start.
+    """
+    from jax._src import compiler  # this has no public name
+
+    write = compiler._cache_write
+    if write.__globals__ is vars(compiler):
+        first = SimpleNamespace(global_state=SimpleNamespace(process_id=0))
+        names = vars(compiler) | {"distributed": first}
+        compiler._cache_write = FunctionType(
+            write.__code__, names, write.__name__, write.__defaults__, write.__closure__
+        )
 
 
 def factors(devices: Sequence[Any]) -> dict[str, Any]:
