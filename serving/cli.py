@@ -132,7 +132,7 @@ def _add_hosts(parser: OneLineParser) -> None:
         "--coordinator",
         metavar="HOST:PORT",
         help="JAX: the first host, whose next two ports are used too; auto: by the variables of "
-        "LeaderWorkerSet or a TPU VM",
+        "LeaderWorkerSet or GKE, or a TPU VM's metadata",
     )
     g.add_argument(
         "--hosts",

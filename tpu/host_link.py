@@ -136,6 +136,13 @@ def interface(address: str) -> tuple[str, int]:
         raise BackendUnavailable(f"coordinator: {host}: {error}") from error
 
 
+def doors(ip: str, port: int) -> str:
+    """What has to be open for connections to the first host. Keys come by JAX's own service, whose
+    port a firewall may let through alone.
+    """
+    return f"ports {port} and {port + 1} of {ip} must be open to them"
+
+
 def key_name(host: int) -> str:
     """What a host's public key is called on the board."""
     return f"hosts/key/{host}"
@@ -176,6 +183,7 @@ class FirstHost:
         self._context = zmq.Context()
         self._sending = threading.Lock()
         ip, port = interface(address)
+        self._doors = doors(ip, port)
         self._server = CurveServer(self._context)
         try:
             self._calls, _ = self._server.bind(zmq.XPUB, ip, port)
@@ -229,7 +237,8 @@ class FirstHost:
         done = 0
 
         def others() -> str:
-            return f"connections of the other hosts: {done // 2} of {len(self._others)} came"
+            came = f"{done // 2} of {len(self._others)} came"
+            return f"connections of the other hosts: {came}; {self._doors}"
 
         with waiting(others, PATIENCE_S):
             while done < 2 * len(self._others):
@@ -237,7 +246,7 @@ class FirstHost:
                 if not self._calls.poll(round(1000 * left)):
                     raise BackendUnavailable(
                         f"hosts: {done // 2} of {len(self._others)} others came within "
-                        f"{PATIENCE_S:.0f} s"
+                        f"{PATIENCE_S:.0f} s; {self._doors}"
                     )
                 self._calls.recv()
                 done += 1
@@ -425,11 +434,12 @@ def follow(
     listener = threading.Thread(target=hear, daemon=True)
     listener.start()
     try:
-        with waiting(lambda: f"the first call of host 0, from {ip}:{port}", PATIENCE_S):
+        open_ = doors(ip, port)
+        with waiting(lambda: f"the first call of host 0; {open_}", PATIENCE_S):
             called = calls.poll(round(1000 * PATIENCE_S))
         if not called:
             raise BackendUnavailable(
-                f"hosts: host 0 made no call within {PATIENCE_S:.0f} s, from {ip}:{port}"
+                f"hosts: host 0 made no call within {PATIENCE_S:.0f} s; {open_}"
             )
         _make_calls(worker, calls, host, send, digests, leave)
     except Exception as error:

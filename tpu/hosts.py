@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import socket
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,8 @@ PORT = 8476
 """Of a coordinator that variables name."""
 PATIENCE_S = 300
 """How long hosts wait for each other at start."""
+METADATA_S = 5
+"""How long metadata is waited for: it comes from the machine's own host."""
 HEARTBEAT_S = 20
 """After how long without a sign of life JAX ends the other processes; `host_link` is sooner."""
 
@@ -47,8 +50,8 @@ def join(coordinator: str, hosts: int, index: int) -> None:
     its index.
 
     `coordinator` is HOST:PORT of the host with index 0, or `auto`: what the variables of
-    LeaderWorkerSet or of a TPU VM say; the next two ports are used too. Raises ConfigError,
-    BackendUnavailable.
+    LeaderWorkerSet or GKE or a TPU VM's metadata say; the next two ports are used too. Raises
+    ConfigError, BackendUnavailable.
     """
     global _joined
     if coordinator == "auto":
@@ -56,7 +59,7 @@ def join(coordinator: str, hosts: int, index: int) -> None:
             raise ConfigError(
                 f"hosts, host_index: got {hosts}, {index}; coordinator auto finds them itself"
             )
-        coordinator, hosts, index = of_variables(os.environ)
+        coordinator, hosts, index = of_variables(os.environ) or of_metadata(os.environ)
     host, colon, port = coordinator.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65534:
         raise ConfigError(
@@ -70,9 +73,10 @@ def join(coordinator: str, hosts: int, index: int) -> None:
     _joined = f"{host}:{int(port) + 1}", hosts, index
 
 
-def of_variables(variables: Mapping[str, str]) -> tuple[str, int, int]:
+def of_variables(variables: Mapping[str, str]) -> tuple[str, int, int] | None:
     """The coordinator, the number of hosts and the index of this one, from the variables that
-    LeaderWorkerSet sets in its pods, else those of a TPU VM or of GKE. Raises ConfigError.
+    LeaderWorkerSet sets in its pods, else those of GKE; None where there are neither. Raises
+    ConfigError.
     """
     leader = variables.get("LWS_LEADER_ADDRESS")
     names = variables.get("TPU_WORKER_HOSTNAMES", "")
@@ -84,12 +88,43 @@ def of_variables(variables: Mapping[str, str]) -> tuple[str, int, int]:
         first, size = names.split(",")[0].strip(), str(names.count(",") + 1)
         index, fields = variables.get("TPU_WORKER_ID", ""), "TPU_WORKER_HOSTNAMES, TPU_WORKER_ID"
     else:
-        raise ConfigError(
-            "coordinator: got auto, allowed where LWS_LEADER_ADDRESS or TPU_WORKER_HOSTNAMES is set"
-        )
+        return None
     if not (size.isdigit() and index.isdigit()):
         raise ConfigError(f"{fields}: got {size!r} and {index!r}, must be whole numbers")
     return f"{first}:{PORT}", int(size), int(index)
+
+
+def of_metadata(variables: Mapping[str, str]) -> tuple[str, int, int]:
+    """The same from the metadata of a TPU VM, which a server of Google's cloud tells it. Raises
+    ConfigError where there is none, or it names no hosts.
+    """
+    server = variables.get("GCE_METADATA_IP", "metadata.google.internal")
+    endpoints, index = (
+        _attribute(server, name) for name in ("worker-network-endpoints", "agent-worker-number")
+    )
+    # Of each host "name:port:address", or its address alone.
+    addresses = [endpoint.rpartition(":")[2].strip() for endpoint in endpoints.split(",")]
+    if not all(addresses) or not index.strip().isdigit():
+        raise ConfigError(
+            f"coordinator: got auto; {server} says worker-network-endpoints {endpoints!r} and "
+            f"agent-worker-number {index!r}, which name no hosts"
+        )
+    return f"{addresses[0]}:{PORT}", len(addresses), int(index)
+
+
+def _attribute(server: str, name: str) -> str:
+    """An attribute of this machine's metadata. Raises ConfigError."""
+    url = f"http://{server}/computeMetadata/v1/instance/attributes/{name}"
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    try:
+        with urllib.request.urlopen(request, timeout=METADATA_S) as answer:
+            text: str = answer.read().decode()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "coordinator: got auto, allowed where LWS_LEADER_ADDRESS or TPU_WORKER_HOSTNAMES is "
+            f"set, and on TPU VMs, whose metadata has {name} ({server}: {error})"
+        ) from error
+    return text
 
 
 def join_ranks(coordinator: str, shard: Shard) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -331,7 +332,8 @@ def key():
     [
         (first_waits, [], "the key of host 1", "host 1 gave no key"),
         (
-            first_waits, ["hosts/key/1"], "connections of the other hosts: 0 of 1 came",
+            first_waits, ["hosts/key/1"],
+            r"connections of the other hosts: 0 of 1 came; ports \d+ and \d+ of 127.0.0.1",
             "0 of 1 others came",
         ),
         (other_waits, [], "the key of host 0", "host 0 gave no key"),
@@ -356,7 +358,7 @@ def test_who_waits_says_for_what_and_ends_with_a_reason(
         with pytest.raises(BackendUnavailable, match=rf"{reason} within 1 s"):
             who(address, board)
         assert time.monotonic() - began < 60
-    assert all(text.startswith(f"waits for {waits}") for text in told())
+    assert all(re.match(f"waits for {waits}", text) for text in told())
     assert re.search(r"\d of at most 1 s$", told()[0])
 
 
@@ -385,7 +387,10 @@ def test_a_host_that_was_refused_ends_with_a_reason_too(monkeypatch):
         for door in doors:
             door.close(linger=0)
         server.close()
-    assert errors == [f"hosts: host 0 made no call within 1 s, from 127.0.0.1:{port}"]
+    assert errors == [
+        f"hosts: host 0 made no call within 1 s; ports {port} and {port + 1} of 127.0.0.1 must be "
+        "open to them"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -473,7 +478,6 @@ def test_variables_name_the_hosts(variables, found):
 @pytest.mark.parametrize(
     ("variables", "what"),
     [
-        ({}, "LWS_LEADER_ADDRESS or TPU_WORKER_HOSTNAMES"),
         ({"LWS_LEADER_ADDRESS": "a", "LWS_GROUP_SIZE": "2"}, "LWS_WORKER_INDEX: got '2' and ''"),
         ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "x"}, "got '2' and 'x'"),
     ],
@@ -483,14 +487,71 @@ def test_variables_that_are_missing_are_named(variables, what):
         hosts.of_variables(variables)
 
 
+@pytest.fixture
+def metadata(monkeypatch):
+    """A server of metadata, by what it has."""
+    values = {}
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self):
+            name = self.path.removeprefix("/computeMetadata/v1/instance/attributes/")
+            known = name in values and self.headers["Metadata-Flavor"] == "Google"
+            self.send_response(200 if known else 404)
+            self.end_headers()
+            self.wfile.write(values.get(name, "").encode())
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("GCE_METADATA_IP", f"127.0.0.1:{server.server_port}")
+        yield values
+        server.shutdown()
+
+
+def test_a_tpu_vm_knows_its_hosts(metadata, monkeypatch):
+    monkeypatch.delenv("TPU_WORKER_HOSTNAMES", raising=False)
+    metadata |= {
+        "worker-network-endpoints": "unknown:unknown:10.0.0.2,unknown:unknown:10.0.0.3",
+        "agent-worker-number": "1\n",
+    }
+    joined = []
+    monkeypatch.setattr(hosts, "_initialize", lambda *asked: joined.append(asked))
+    monkeypatch.setattr(hosts, "_joined", None)
+    hosts.join("auto", 1, 0)
+    assert joined == [("10.0.0.2:8476", 2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("known", "what"),
+    [
+        ({}, r"LWS_LEADER_ADDRESS or TPU_WORKER_HOSTNAMES .*worker-network-endpoints .*404"),
+        (
+            {"worker-network-endpoints": "", "agent-worker-number": "1"},
+            "worker-network-endpoints '' and agent-worker-number '1', which name no hosts",
+        ),
+        (
+            {"worker-network-endpoints": "a:1:10.0.0.2", "agent-worker-number": "-1"},
+            "agent-worker-number '-1', which name no hosts",
+        ),
+    ],
+)
+def test_metadata_that_names_no_hosts_is_told(metadata, known, what):
+    metadata |= known
+    with pytest.raises(ConfigError, match=what):
+        hosts.of_metadata(os.environ)
+
+
 def test_auto_finds_the_number_itself():
     with pytest.raises(ConfigError, match="hosts, host_index: got 4, 0"):
         hosts.join("auto", 4, 0)
 
 
-def start(devices, *arguments):
+def start(devices, *arguments, environment=os.environ):
     """A command on a machine of so many devices."""
-    environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    environment = environment | {"XLA_FLAGS": flags}
     command = [sys.executable, "-m", "twinfer", *arguments]
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/"
@@ -498,10 +559,13 @@ def start(devices, *arguments):
 
 
 @contextlib.contextmanager
-def two_hosts(port, *arguments):
+def two_hosts(port, *arguments, environments=(os.environ, os.environ)):
     """The same command on two hosts of two devices each, which meet at `port`."""
     together = ["--coordinator", f"127.0.0.1:{port}", "--hosts", "2"]
-    pair = [start(2, *together, "--host-index", str(i), *arguments) for i in (0, 1)]
+    pair = [
+        start(2, *together, "--host-index", str(i), *arguments, environment=environments[i])
+        for i in (0, 1)
+    ]
     try:
         yield pair
     finally:
@@ -529,6 +593,27 @@ def test_two_hosts_give_the_tokens_of_one_device():
     assert second == []
     assert len(alone) == 3
     assert [row["token_ids"] for row in first] == [row["token_ids"] for row in alone]
+
+
+@pytest.mark.slow
+def test_each_host_keeps_what_it_has_compiled(tmp_path):
+    """On a disk of its own, as the machines of a pod have. JAX notes beside an entry when it was
+    read last.
+    """
+    given = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION_CACHE")}
+    folders = [tmp_path / host for host in ("first", "second")]
+    disks = [given | {"XDG_CACHE_HOME": str(folder)} for folder in folders]
+
+    def entries_of_a_start():
+        with two_hosts(free_ports(), *GENERATE, "--tp", "4", environments=disks) as pair:
+            finish(*pair)
+            finish(pair[1])
+        return [{path.name: path.read_bytes() for path in f.rglob("*-atime")} for f in folders]
+
+    for made, then in zip(entries_of_a_start(), entries_of_a_start(), strict=True):
+        assert len(made) > 3
+        assert made.keys() == then.keys(), "nothing is compiled again"
+        assert all(then[name] != made[name] for name in made), "each is read"
 
 
 @pytest.mark.slow
