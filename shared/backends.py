@@ -7,6 +7,7 @@ told.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ GOOGLE = "0x1ae0"
 """PCI vendor of TPU chips, and of network cards and disks in Google's cloud."""
 TPU_CHIPS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
 """PCI devices of TPU generations v2 to 7x, as jax/_src/hardware_utils.py lists them."""
+ACCELERATORS = ("tpu", "cuda")
 NVIDIA = ("nvidiactl", "dxg")
 """What an NVIDIA driver puts among the devices: on Linux, and in Linux on Windows."""
 
@@ -82,13 +84,23 @@ def find_backend(backend: str, device: str) -> tuple[Backend, DeviceInfo, list[C
         module = backend_module(backend)
         return cast(Backend, backend), module.find_device(device), []
     reasons: list[str] = []
+    lost: list[str] = []
+    """The reasons that cost an accelerator which this machine has."""
     for candidate in candidates(device):
         try:
             info: DeviceInfo = backend_module(candidate.backend).find_device(candidate.device)
         except BackendUnavailable as error:
             reasons.append(f"{candidate.backend} on {candidate.device} is not to be had: {error}")
+            if parse_device(candidate.device)[0] in ACCELERATORS:
+                lost.append(reasons[-1])
             continue
         why = "; ".join([f"{candidate.backend} {candidate.why}", *reasons])
+        if lost and info.platform == "cpu":
+            # Aloud: what a start fills in is told to those who ask for it.
+            warnings.warn(
+                f"device: what runs is the CPU: {'; '.join(lost)}. --device cpu says so before",
+                stacklevel=2,
+            )
         return candidate.backend, info, [Change("backend", backend, candidate.backend, why)]
     raise BackendUnavailable(f"backend: none runs here: {'; '.join(reasons)}")
 

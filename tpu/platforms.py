@@ -77,13 +77,22 @@ def devices(device: str) -> list[jax.Device]:
     if device != "tpu":
         leave_out_libtpu()
     deepen_fibers()
+    # JAX would take the CPU, and say so to nobody, where a TPU does not start.
+    wanted = "tpu" if device == "auto" and _expects_tpu() else device
     try:
         with _waiting_for_the_others():
-            return jax.devices(PLATFORMS[device] if device != "auto" else None)
+            return jax.devices(PLATFORMS[wanted] if wanted != "auto" else None)
     except RuntimeError as error:
+        why = str(error).splitlines()[0]
+        hint = ". A TPU is to be seen; --device cpu runs without it" if wanted != device else ""
         raise BackendUnavailable(
-            f"device: JAX has no {device} device here ({str(error).splitlines()[0]})"
+            f"device: JAX has no {wanted} device here ({why}){hint}"
         ) from error
+
+
+def _expects_tpu() -> bool:
+    """Whether JAX is to run on a TPU: one is to be seen, and nobody has chosen platforms."""
+    return has_tpu() and not jax.config.jax_platforms
 
 
 def _waiting_for_the_others() -> AbstractContextManager[None]:

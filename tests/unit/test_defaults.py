@@ -87,6 +87,16 @@ def test_what_cannot_run_is_passed_over_with_the_reason(tmp_path, monkeypatch):
     assert "torch has no cuda" in change.why
 
 
+def test_an_accelerator_that_is_seen_and_does_not_run_is_told_aloud(tmp_path, monkeypatch):
+    rooms = {"torch": ["auto", "cpu"], "jax": ["cpu"]}
+    with pytest.warns(UserWarning, match=r"device: what runs is the CPU: jax on tpu .*no tpu"):
+        assert found(monkeypatch, tmp_path, rooms, chips=["0x006f"])[0] == "torch"
+
+
+def test_a_framework_that_is_not_there_costs_no_accelerator(tmp_path, monkeypatch):
+    assert found(monkeypatch, tmp_path, {"torch": [], "jax": ["cpu"]})[0] == "jax"
+
+
 def test_nothing_to_run_on_names_all_that_was_tried(tmp_path, monkeypatch):
     with pytest.raises(
         BackendUnavailable, match=r"jax on tpu .*; torch on auto .*; jax on cpu .*jax has no cpu"

@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ import torch
 from twinfer.bucketing import Descriptor
 from twinfer.shared import step_difference
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
-from twinfer.shared.errors import ConfigError, InternalError
+from twinfer.shared.errors import BackendUnavailable, ConfigError, InternalError
 from twinfer.shared.models import decoder, placement
 from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.shapes import SHAPES
@@ -80,6 +81,25 @@ def test_libtpu_is_left_out_where_no_chip_is_seen(tmp_path, monkeypatch):
     (tmp_path / "a" / "device").write_text("0x006f\n")
     platforms.leave_out_libtpu(tmp_path)
     assert len(chosen) == 1
+
+
+def test_a_tpu_that_does_not_start_is_no_cpu(monkeypatch):
+    """JAX itself would take the CPU without a word."""
+    monkeypatch.setattr(platforms, "has_tpu", lambda *_: True)
+    monkeypatch.setattr(type(jax.config), "jax_platforms", None, raising=False)
+    monkeypatch.setattr(platforms, "deepen_fibers", lambda: None)
+
+    def start(kind):
+        if kind == "tpu":
+            raise RuntimeError("the TPU is in use by process 7")
+        return [SimpleNamespace(platform=kind or "cpu", process_index=0)]
+
+    monkeypatch.setattr(jax, "devices", start)
+    with pytest.raises(BackendUnavailable, match=r"no tpu device here .*process 7.*--device cpu"):
+        platforms.devices("auto")
+    assert platforms.devices("cpu")[0].platform == "cpu"
+    monkeypatch.setattr(type(jax.config), "jax_platforms", "cpu", raising=False)
+    assert platforms.devices("auto")[0].platform == "cpu", "somebody has chosen"
 
 
 def test_the_stacks_of_libtpus_fibers(monkeypatch):
