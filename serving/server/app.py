@@ -161,7 +161,6 @@ class Server:
         return _json(200, self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
-        ready = self._engine.ready
         return {
             "id": name,
             "object": "model",
@@ -169,7 +168,7 @@ class Server:
             "owned_by": "twinfer",
             "root": self._settings.names[0],
             "parent": None,
-            "max_model_len": ready.model["max_model_len"] if ready else None,
+            "max_model_len": self._room,
         }
 
     async def page(self, request: Request) -> Response:
@@ -205,9 +204,7 @@ class Server:
             (whole,) = await self._encode([text.prompt], special, None)
             ids = _last(whole, kept, self._front(special, kept))
             named = text.return_token_strs
-        ready = self._engine.ready
-        length = ready.model["max_model_len"] if ready else None
-        head = encode({"count": len(ids), "max_model_len": length})[:-1]
+        head = encode({"count": len(ids), "max_model_len": self._room})[:-1]
         data = b'%s,"tokens":%s' % (head, await _in_thread(_listed, ids, size=len(ids)))
         if named:
             # The entries of the vocabulary, as `convert_ids_to_tokens` of transformers has them.
@@ -261,12 +258,11 @@ class Server:
 
     @property
     def _room(self) -> int | None:
-        """Tokens of a prompt and its completion; None before the engine has said so."""
+        """Tokens of a prompt and its completion that context and cache hold; None before the engine
+        has said so.
+        """
         ready = self._engine.ready
-        if ready is None:
-            return None
-        model = ready.model
-        return int(min(model["max_model_len"], model["page_size"] * model["num_pages"]))
+        return None if ready is None else int(ready.model["longest_request"])
 
     @property
     def _longest(self) -> int | None:

@@ -383,7 +383,8 @@ def asked(path, body, text):
     """What a server says to a call that its engine answers with a text."""
     engine = EngineProcess({}, TOKENIZER, limits=Limits(9, 9999))
     sizes = {"max_num_seqs": 4, "num_pages": 99, "max_model_len": 999, "page_size": 16}
-    engine.ready = SimpleNamespace(model=sizes | {"vocab_size": 2048}, options={})
+    sizes |= {"vocab_size": 2048, "longest_request": 99}
+    engine.ready = SimpleNamespace(model=sizes, options={})
 
     def answer(message):
         if isinstance(message, Add):
@@ -403,9 +404,16 @@ def asked(path, body, text):
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://x"
         ) as client:
-            return (await client.post(path, json=body)).text
+            method = "GET" if body is None else "POST"
+            return (await client.request(method, path, json=body)).text
 
     return asyncio.run(call())
+
+
+def test_the_length_that_is_told_is_what_context_and_cache_hold():
+    """Clients cut their prompts by it."""
+    assert json.loads(asked("/v1/models", None, ""))["data"][0]["max_model_len"] == 99
+    assert json.loads(asked("/tokenize", {"prompt": "a"}, ""))["max_model_len"] == 99
 
 
 @pytest.mark.parametrize(
