@@ -192,10 +192,13 @@ class SamplingParams:
             raise RequestError(
                 "min_tokens",
                 f"got {self.min_tokens}, must not exceed max_tokens ({self.max_tokens})",
+                "max_tokens",
             )
         if self.min_tokens and self.structured_outputs is not None:
             raise RequestError(
-                "min_tokens", "cannot be had with structured_outputs: a complete text ends"
+                "min_tokens",
+                "cannot be had with structured_outputs: a complete text ends",
+                "structured_outputs",
             )
 
     def check_vocabulary(self, vocab_size: int) -> None:

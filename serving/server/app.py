@@ -47,7 +47,6 @@ from .cors import shared
 from .doors import Doors, Load, TooLarge, too_large
 from .events import log_failure, piece_events, response_events
 from .fields import (
-    FORM,
     LONG_BODY,
     MAX_COMPLETIONS,
     MAX_LISTED,
@@ -59,13 +58,12 @@ from .fields import (
     TokenizeRequest,
     read_fields,
     read_json,
-    renamed,
 )
 from .live import Live, News, wait_for_all, wait_for_news
 from .metrics import Metrics
 from .reader import Reader
 from .replicas import Engines
-from .responses import NAMES, ResponsesRequest, named_here
+from .responses import ResponsesRequest, named_here
 from .streams import ClientGone, EventStream, while_there
 from .traces import Traces
 
@@ -322,7 +320,7 @@ class Server:
             ids = tokenizer.encode(text, special, most if kept is None else None)
             return text, _last(ids, kept, self._front(special, kept))
         except RequestError as error:
-            raise renamed(error, {"prompt": "messages"}) from None
+            raise chat.named(error) from None
 
     # -- generation
 
@@ -369,7 +367,7 @@ class Server:
             try:
                 params = replace(params, structured_outputs=bound)
             except RequestError as error:
-                raise renamed(error, {FORM: chat.form_field}) from None
+                raise chat.named(error) from None
         if (ends := self._settings.end_token_ids) and not params.ignore_eos:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
         live = self._add(request, chat, ids, params)
@@ -409,7 +407,7 @@ class Server:
             live, new_parser = await self._begin_chat(request, chat)
         except RequestError as error:
             raise named_here(error) from None
-        live.form_field = NAMES.get(live.form_field, live.form_field)
+        live.named = lambda error: named_here(chat.named(error))
         events = ResponseEvents(
             f"resp_{request.scope['twinfer.id']}",
             chat.model or self._settings.names[0],
@@ -621,7 +619,7 @@ class Server:
         ]
         for live in lives:
             live.name = request.scope["twinfer.name"]
-            live.form_field = body.form_field
+            live.named = body.named
             live.interval = self._settings.stream_interval if body.stream else 1
         request.scope["twinfer.lives"] += lives
         return lives

@@ -142,6 +142,20 @@ class Generation(BaseModel):
         return next((name for name in asked if getattr(self, name)), FORM)
 
     @property
+    def form_asker(self) -> str:
+        """The field that has the text bound at all, whatever says to what."""
+        return self.form_field
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What the client calls fields that the engine calls otherwise."""
+        return {FORM: self.form_field}
+
+    def named(self, error: RequestError) -> RequestError:
+        """An error of the engine's by the names that the client has given."""
+        return renamed(error, self.names, self.names | {FORM: self.form_asker})
+
+    @property
     def wants_usage(self) -> bool:
         """Whether the last event of a stream says how many tokens there were."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -212,8 +226,14 @@ class Generation(BaseModel):
 
     def params(self, defaults: SamplingParams, most_tokens: int | None) -> SamplingParams:
         """The settings; what is not said is of `defaults`. `most_tokens` stands where the body
-        names no maximum. Raises RequestError.
+        names no maximum. Raises RequestError, which names fields as the client does.
         """
+        try:
+            return self._params(defaults, most_tokens)
+        except RequestError as error:
+            raise self.named(error) from None
+
+    def _params(self, defaults: SamplingParams, most_tokens: int | None) -> SamplingParams:
         values: dict[str, Any] = {
             name: getattr(self, name) for name in SAMPLING if getattr(self, name) is not None
         }
@@ -404,25 +424,19 @@ class ChatRequest(Generation):
                 f"got {show(self._allowed.get('mode'))}, allowed are auto and required",
             )
 
-    def params(self, defaults: SamplingParams, most_tokens: int | None) -> SamplingParams:
-        """As `Generation.params`; `max_completion_tokens` goes before `max_tokens`."""
-        try:
-            return super().params(defaults, most_tokens)
-        except RequestError as error:
-            raise self._renamed(error) from None
-
     @property
     def most_tokens(self) -> int | None:
-        """See `Generation`."""
+        """See `Generation`; `max_completion_tokens` goes before `max_tokens`."""
         named = self.max_completion_tokens
         return self.max_tokens if named is None else named
 
-    def _renamed(self, error: RequestError) -> RequestError:
-        """The error by the name that the field has here."""
-        named = {"logprobs": "top_logprobs", FORM: self.form_field}
+    @property
+    def names(self) -> dict[str, str]:
+        """See `Generation`."""
+        named = super().names | {"logprobs": "top_logprobs", "prompt": "messages"}
         if self.max_completion_tokens is not None:
             named["max_tokens"] = "max_completion_tokens"
-        return renamed(error, named)
+        return named
 
     def scores(self) -> dict[str, Any]:
         """Of each token, and of the `top_logprobs` best."""
@@ -437,6 +451,16 @@ class ChatRequest(Generation):
             return field
         binds = self.must_call or self.binds_calls or self.parallel_tool_calls is False
         return "tools" if self.tools and (binds or field == FORM) else field
+
+    @property
+    def form_asker(self) -> str:
+        """See `Generation`."""
+        field = self.form_field
+        if field != "tools":
+            return field
+        if self.must_call:
+            return "tool_choice"
+        return "parallel_tool_calls" if self.parallel_tool_calls is False else field
 
     @property
     def described(self) -> list[dict[str, Any]]:
@@ -561,12 +585,18 @@ class TokenizeChatRequest(ChatRequest):
     return_token_strs: bool | None = None
 
 
-def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """An error by the name that a client has given; `names` by our own."""
+def renamed(
+    error: RequestError, names: Mapping[str, str], others: Mapping[str, str] | None = None
+) -> RequestError:
+    """An error by the names that a client has given; `names` by our own. `others` are those of a
+    second field that it names, if they differ.
+    """
     name = names.get(error.field, error.field)
-    if name == error.field:
+    other = (names if others is None else others).get(error.other, error.other)
+    if (name, other) == (error.field, error.other):
         return error
-    return type(error)(name, error.reason)
+    reason = error.reason.replace(error.other, other) if error.other else error.reason
+    return type(error)(name, reason, other)
 
 
 def answer_form(form: dict[str, Any] | None) -> dict[str, Any] | None:

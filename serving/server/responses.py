@@ -157,17 +157,15 @@ NAMES = {
 
 
 def named_here(error: RequestError) -> RequestError:
-    """An error about a chat's field by the name that it has here."""
+    """An error about a chat's fields by the names that they have here."""
     field = error.field
     first = re.split(r"[.\[]", field, maxsplit=1)[0]
-    if first == "tools":
-        return renamed(error, {field: field.replace("].function", "]")})
-    if field in NAMES:
-        return renamed(error, {field: NAMES[field]})
-    if first not in NAMES:
-        return error
-    name = NAMES[first] if first == "messages" else NAMES[first] + field[len(first) :]
-    return renamed(error, {field: name})
+    name = NAMES.get(field)
+    if name is None and first == "tools":
+        name = field.replace("].function", "]")
+    elif name is None and first in NAMES:
+        name = NAMES[first] if first == "messages" else NAMES[first] + field[len(first) :]
+    return renamed(error, NAMES if name is None else NAMES | {field: name})
 
 
 def _function(tool: Any) -> dict[str, Any]:

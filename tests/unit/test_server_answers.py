@@ -21,7 +21,7 @@ from twinfer.serving.server.app import LARGE, Server, Settings, _last, build_app
 from twinfer.serving.server.engine import EngineProcess, Limits
 from twinfer.serving.server.fields import ChatRequest, read_fields
 from twinfer.serving.server.live import Live
-from twinfer.serving.server.messages import Add
+from twinfer.serving.server.messages import Add, Refused
 from twinfer.serving.server.metrics import Metrics
 from twinfer.serving.server.responses import ResponsesRequest, named_here
 from twinfer.shared.engine import Logprob, Update
@@ -379,15 +379,85 @@ def test_who_asks_for_an_answer_without_reasoning_gets_that(path, stream):
     assert "It is." in told
 
 
-def asked(path, body, text):
-    """What a server says to a call that its engine answers with a text."""
+SAID = [{"role": "user", "content": "x"}]
+CHAT, RESPONSE, COMPLETION = (
+    ("/v1/chat/completions", {"messages": SAID}),
+    ("/v1/responses", {"input": "x"}),
+    ("/v1/completions", {"prompt": "x"}),
+)
+JSON_FORM = {"type": "json_object"}
+READ = {"name": "read", "parameters": {"type": "object"}}
+READ_TOOL = {"type": "function", "function": READ}
+
+
+@pytest.mark.parametrize(
+    ("call", "more", "ours", "theirs"),
+    [
+        (CHAT, {"max_tokens": 5}, "max_tokens", "max_tokens"),
+        (CHAT, {"max_completion_tokens": 5}, "max_tokens", "max_completion_tokens"),
+        (CHAT, {"logprobs": True}, "logprobs", "top_logprobs"),
+        (CHAT, {"response_format": JSON_FORM}, "structured_outputs", "response_format"),
+        (CHAT, {}, "prompt", "messages"),
+        (RESPONSE, {"max_output_tokens": 5}, "max_tokens", "max_output_tokens"),
+        (RESPONSE, {"text": {"format": JSON_FORM}}, "structured_outputs", "text.format"),
+        (RESPONSE, {}, "prompt", "input"),
+        (RESPONSE, {"seed": 5}, "seed", "seed"),
+        (COMPLETION, {"max_tokens": 5}, "max_tokens", "max_tokens"),
+        (COMPLETION, {"response_format": JSON_FORM}, "structured_outputs", "response_format"),
+    ],
+    ids=str,
+)
+def test_a_refusal_of_the_engine_names_what_the_client_has_said(call, more, ours, theirs):
+    path, body = call
+    for stream in (False, True):
+        told = asked(path, body | more | {"stream": stream}, refusal=(ours, "got 5"))
+        error = json.loads(told)["error"]
+        assert (error["param"], error["message"]) == (theirs, f"{theirs}: got 5")
+
+
+@pytest.mark.parametrize(
+    ("call", "more", "says"),
+    [
+        (CHAT, {"max_tokens": 2}, "must not exceed max_tokens (2)"),
+        (CHAT, {"max_completion_tokens": 2}, "must not exceed max_completion_tokens (2)"),
+        (RESPONSE, {"max_output_tokens": 2}, "must not exceed max_output_tokens (2)"),
+        (CHAT, {"response_format": JSON_FORM}, "cannot be had with response_format:"),
+        (COMPLETION, {"response_format": JSON_FORM}, "cannot be had with response_format:"),
+        (COMPLETION, {"structured_outputs": {"regex": "a"}}, "be had with structured_outputs:"),
+        (RESPONSE, {"text": {"format": JSON_FORM}}, "cannot be had with text.format:"),
+        (CHAT, {"tools": [READ_TOOL], "tool_choice": "required"}, "be had with tool_choice:"),
+        (
+            RESPONSE,
+            {"tools": [READ | {"type": "function"}], "tool_choice": "required"},
+            "be had with tool_choice:",
+        ),
+        (
+            CHAT,
+            {"tools": [READ_TOOL], "parallel_tool_calls": False},
+            "be had with parallel_tool_calls:",
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_minimum_cannot_be_had_with_is_named_as_the_client_has_it(call, more, says):
+    path, body = call
+    error = json.loads(asked(path, body | {"min_tokens": 3} | more, form="qwen"))["error"]
+    assert error["param"] == "min_tokens"
+    assert says in error["message"]
+
+
+def asked(path, body, text="", *, refusal=None, form="think"):
+    """What a server says to a call that its engine answers with a text, or refuses."""
     engine = EngineProcess({}, TOKENIZER, limits=Limits(9, 9999))
     sizes = {"max_num_seqs": 4, "num_pages": 99, "max_model_len": 999, "page_size": 16}
     sizes |= {"vocab_size": 2048, "longest_request": 99}
     engine.ready = SimpleNamespace(model=sizes, options={})
 
     def answer(message):
-        if isinstance(message, Add):
+        if isinstance(message, Add) and refusal is not None:
+            refused = Refused(message.id, *refusal)
+            asyncio.get_running_loop().call_soon(lambda: engine._take(refused))
+        elif isinstance(message, Add):
             ids = tuple(TOKENIZER.encode(text))
             asyncio.get_running_loop().call_soon(
                 lambda: engine._live[message.id][0].take(
@@ -396,9 +466,7 @@ def asked(path, body, text):
             )
 
     engine._send = answer
-    app = build_app(
-        Settings(["m"], TOKENIZER, SamplingParams(), FORMATS["think"]), engine, Metrics()
-    )
+    app = build_app(Settings(["m"], TOKENIZER, SamplingParams(), FORMATS[form]), engine, Metrics())
 
     async def call():
         async with httpx.AsyncClient(

@@ -362,7 +362,7 @@ def test_a_request_without_a_token_left_ends_with_what_it_asked_for():
 
     async def told():
         one = live()
-        one.form_field = "tools"
+        one.named = lambda error: RequestError("tools", error.reason)
         one.take(0, Update("1", (5,)))
         one.take(0, Update("1", (), FinishReason.STUCK))
 
