@@ -100,6 +100,18 @@ def test_calls_whole_and_in_pieces(step):
     )
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_inside_of_a_call_is_why_it_ends(stream):
+    text = '<tool_call>\n{"name": "read", "arguments": {"path": "Berlin"}}\n</tool_call>'
+    body = {"messages": SAID, "tools": [READ_TOOL], "stream": stream}
+    for stop, reason in (("Berlin", "stop"), ("</tool", "tool_calls")):
+        told = asked(CHAT[0], body | {"stop": stop}, text, form="qwen")
+        if stream:
+            told = told.split("data: ")[-2]
+        (choice,) = json.loads(told)["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == (reason, stop)
+
+
 def test_without_tools_their_marks_are_content():
     whole, _ = answered(CALLS, step=1, names=())
     message = whole["choices"][0]["message"]
