@@ -458,6 +458,15 @@ def test_what_a_minimum_cannot_be_had_with_is_named_as_the_client_has_it(call, m
     assert says in error["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_token_that_is_not_told_ends_nothing(stream):
+    body = {"prompt": "x", "max_tokens": 0, "echo": True, "stop": "y", "stream": stream}
+    told = asked(COMPLETION[0], body, "y")
+    (choice,) = json.loads(told.split("data: ")[-2] if stream else told)["choices"]
+    assert choice["text"] == "x"
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+
+
 def asked(path, body, text="", *, refusal=None, form="think"):
     """What a server says to a call that its engine answers with a text, or refuses."""
     engine = EngineProcess({}, TOKENIZER, limits=Limits(9, 9999))
