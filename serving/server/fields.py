@@ -115,6 +115,7 @@ class Generation(BaseModel):
     response_format: dict[str, Any] | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    best_of: int | None = None
     echo: bool | None = None
     truncate_prompt_tokens: int | None = None
     """How many of a prompt's last tokens are read; see `kept`."""
@@ -170,8 +171,10 @@ class Generation(BaseModel):
     def check(self) -> None:
         """Raise RequestError for a field that cannot be had, and for options without a stream."""
         for name, why in self.refused.items():
-            if not asks_for_nothing((self.model_extra or {}).get(name), False, []):
+            if not asks_for_nothing((self.model_extra or {}).get(name), False, [], ""):
                 raise RequestError(name, why)
+        if self.best_of not in (None, self.n or 1):
+            raise RequestError("best_of", f"got {show(self.best_of)}, must equal n")
         self.check_lists(1)
         # Larger ones do not fit into a message to the engine, which checks all else of it.
         if self.priority is not None and abs(self.priority) > MAX_PRIORITY:
@@ -285,14 +288,11 @@ class CompletionRequest(Generation):
     prompt: Any
     """A text or token ids, or a list of these; see `prompts`."""
     logprobs: int | None = None
-    best_of: int | None = None
     add_special_tokens: bool | None = None
 
     def check(self) -> None:
         """As `Generation.check`."""
         super().check()
-        if self.best_of not in (None, self.n or 1):
-            raise RequestError("best_of", f"got {self.best_of}, must equal n")
         if self.max_tokens == 0 and not self.echo:
             raise RequestError("max_tokens", "got 0, which needs echo: true")
 
@@ -331,6 +331,8 @@ def _check_tool(where: str, tool: dict[str, Any]) -> None:
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise RequestError(where, f"got {show(tool)}, must be a function with a name")
+    if not name.isprintable():  # no parser finds such a one in what a model writes
+        raise RequestError(f"{where}.function.name", f"got {show(name)}, must be printable")
     schema, field = function.get("parameters"), f"{where}.function.parameters"
     if schema is not None and not isinstance(schema, dict):
         raise RequestError(field, f"got {show(schema)}, must be a JSON schema")
@@ -437,6 +439,17 @@ class ChatRequest(Generation):
         if self.max_completion_tokens is not None:
             named["max_tokens"] = "max_completion_tokens"
         return named
+
+    def named(self, error: RequestError) -> RequestError:
+        """See `Generation`; of a grammar that the client has not written no rule is named."""
+        error = super().named(error)
+        match = _OWN_RULE.match(error.reason)
+        if match is None or "grammar" in (self.structured_outputs or {}):
+            return error
+        number, reason = match.groups()
+        if number is not None:
+            reason = f"parameters of {self.tool_names[int(number)]!r}: {reason}"
+        return RequestError(error.field, reason)
 
     def scores(self) -> dict[str, Any]:
         """Of each token, and of the `top_logprobs` best."""
@@ -572,6 +585,12 @@ class ChatRequest(Generation):
         return [_message(f"messages[{i}]", message) for i, message in enumerate(self.messages)]
 
 
+_OWN_RULE = re.compile(r"grammar: (?:answer|(?:arguments|value)_(\d+)\w*): (.*)")
+"""How a refusal begins that is about a schema of the client's, in a grammar made here; the number
+is that of a tool on offer.
+"""
+
+
 class TokenizeRequest(CompletionRequest):
     """The body of /tokenize for a text."""
 
@@ -637,14 +656,18 @@ def _call(where: str, call: Any) -> Any:
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(arguments, str):
         return call
-    name = f"{where}.function.arguments"
+    value = read_arguments(f"{where}.function.arguments", arguments)
+    return call | {"function": {**(function or {}), "arguments": value}}
+
+
+def read_arguments(name: str, text: str) -> Any:
+    """The arguments of a call that the field `name` has as text. Raises RequestError."""
     try:
-        value = read_json(arguments.encode() or b"{}")
+        return read_json(text.encode() or b"{}")
     except NotJson:
-        raise RequestError(name, f"got {show(arguments)}, must be a JSON object as text") from None
+        raise RequestError(name, f"got {show(text)}, must be a JSON object as text") from None
     except RequestError as error:
         raise renamed(error, {"body": name}) from None
-    return call | {"function": {**(function or {}), "arguments": value}}
 
 
 def read_fields(kind: type[BaseModel], body: Any) -> Any:
@@ -654,8 +677,11 @@ def read_fields(kind: type[BaseModel], body: Any) -> Any:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        # Of a field that may be several things, the complaint about the likeliest one.
-        first = error.errors(include_url=False, include_context=False)[0]
+        # Of a field that may be several things, the complaint about the likeliest one: that which
+        # looks deepest into it, else the first.
+        errors = error.errors(include_url=False, include_context=False)
+        same = [one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]
+        first = max(same, key=lambda one: len(one["loc"]))
         field = _field(first["loc"])
         got = "" if first["type"] == "missing" else f"got {quoted(first.get('input'))}; "
         raise RequestError(field, f"{got}{first['msg'].lower()}") from None
@@ -703,6 +729,12 @@ def read_json(data: bytes) -> Any:
         raise RequestError("body", f"has more than {MAX_VALUES} values")
     try:
         value = msgspec.json.decode(data)
+    except msgspec.ValidationError:  # of a value without a type it can be no other complaint
+        raise RequestError(
+            "body",
+            "has a number that is out of range; allowed are those of float64, and integers of at "
+            "most 4300 digits",
+        ) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise NotJson("body", f"is no JSON: {show(str(error))}") from None
     check_depth(value)

@@ -7,10 +7,12 @@ import threading
 import time
 from collections import Counter
 from types import SimpleNamespace
+from typing import get_args
 
 import httpx
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import ResponseIncludable
 from tokenizers.processors import TemplateProcessing
 
 from twinfer.serving.formats.parser import OutputParser
@@ -283,6 +285,24 @@ def test_arguments_reach_a_template_as_objects():
         read_fields(ChatRequest, body).conversation()
 
 
+def test_names_of_tools_are_printable():
+    """No parser finds another one in what a model writes."""
+    for name in ("f\n", "a\x00b", "\x7f", "a\u2028"):
+        tools = [{"type": "function", "function": {"name": name}}]
+        chat = read_fields(ChatRequest, {"messages": [], "tools": tools})
+        with pytest.raises(RequestError, match=r"^tools\[0\].function.name: got .* printable"):
+            chat.check()
+    tools = [{"type": "function", "function": {"name": 'a "ü" b'}}]
+    read_fields(ChatRequest, {"messages": [], "tools": tools}).check()
+
+
+def test_what_a_response_may_include_is_what_the_api_has():
+    include = [*get_args(ResponseIncludable)]
+    body = read_fields(ResponsesRequest, {"input": "x", "include": include})
+    body.check()
+    assert body.chat().logprobs
+
+
 @pytest.mark.parametrize("tools", [[{}], [{"type": "function"}], [{"type": "web", "function": {}}]])
 def test_tools_without_names_are_refused(tools):
     chat = read_fields(ChatRequest, {"messages": [], "tools": tools})
@@ -341,6 +361,21 @@ def test_a_list_of_no_calls_is_none():
         ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
         ({"truncation": "auto"}, "truncation"),
         ({"input": 5}, "input"),
+        ({"input": [5]}, "input[0]"),
+        ({"input": [{"role": "user", "content": "x"}, "y"]}, "input[1]"),
+        (
+            {
+                "input": [
+                    {"role": "user", "content": "x"},
+                    {"type": "function_call", "name": "f", "arguments": "{"},
+                ]
+            },
+            "input[1].arguments",
+        ),
+        ({"include": ["banana"]}, "include[0]"),
+        ({"include": ["reasoning.encrypted_content", "message"]}, "include[1]"),
+        ({"best_of": 2}, "best_of"),
+        ({"tools": [{"type": "function", "name": "f\n"}]}, "tools[0].name"),
     ],
 )
 def test_what_a_response_cannot_have_is_named(change, field):
@@ -400,6 +435,7 @@ CHAT, RESPONSE, COMPLETION = (
 JSON_FORM = {"type": "json_object"}
 READ = {"name": "read", "parameters": {"type": "object"}}
 READ_TOOL = {"type": "function", "function": READ}
+NOW_TOOL = {"type": "function", "function": {"name": "now"}}
 
 
 @pytest.mark.parametrize(
@@ -425,6 +461,30 @@ def test_a_refusal_of_the_engine_names_what_the_client_has_said(call, more, ours
         told = asked(path, body | more | {"stream": stream}, refusal=(ours, "got 5"))
         error = json.loads(told)["error"]
         assert (error["param"], error["message"]) == (theirs, f"{theirs}: got 5")
+
+
+@pytest.mark.parametrize(
+    ("call", "more", "reason", "says"),
+    [
+        (CHAT, {"tools": [NOW_TOOL, READ_TOOL], "tool_choice": "required"},
+         "grammar: arguments_1: bad", "tools: parameters of 'read': bad"),
+        (CHAT, {"tools": [NOW_TOOL, READ_TOOL], "tool_choice": READ_TOOL},
+         "grammar: value_0_3_json: bad", "tools: parameters of 'read': bad"),
+        (RESPONSE, {"tools": [READ | {"type": "function"}], "tool_choice": "required"},
+         "grammar: arguments_0: bad", "tools: parameters of 'read': bad"),
+        (CHAT, {"response_format": JSON_FORM}, "grammar: answer: bad", "response_format: bad"),
+        (CHAT, {"structured_outputs": {"json_object": True}}, "grammar: answer: bad",
+         "structured_outputs: bad"),
+        (CHAT, {"structured_outputs": {"grammar": "start: answer"}}, "grammar: answer: bad",
+         "structured_outputs: grammar: answer: bad"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_compiled_is_named_as_the_client_has_it(call, more, reason, says):
+    """Not by a rule of a grammar that the client has not written."""
+    path, body = call
+    told = asked(path, body | more, refusal=("structured_outputs", reason), form="qwen")
+    assert json.loads(told)["error"]["message"] == says
 
 
 @pytest.mark.parametrize(
