@@ -100,6 +100,7 @@ class Scheduler:
         self._windows = [(n, group) for n, group in enumerate(self.groups) if group.window]
         chunk = config.max_num_batched_tokens
         self.longest = longest(self.groups, config.num_pages, chunk, config.max_model_len)
+        """Tokens of the longest request that context and cache hold."""
         self.padding = PaddingAccount()
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue()
