@@ -192,15 +192,16 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         type=whole_number(1),
         default=512,
         metavar="N",
-        help="completions that may wait for a place in the batch, from 1; more get 503 (default: "
-        "%(default)s)",
+        help="completions that may wait for a place in the batch, from 1; more get 503, but a call "
+        "that comes while none waits is taken, however many it has (default: %(default)s)",
     )
     g.add_argument(
         "--max-num-queued-tokens",
         type=whole_number(1),
         default=4 << 20,
         metavar="N",
-        help="tokens of prompts that may wait, from 1; more get 503 (default: 4M)",
+        help="tokens of prompts that may wait, from 1; more get 503, but a call that comes while "
+        "none waits is taken (default: 4M)",
     )
     g.add_argument(
         "--max-body-size",

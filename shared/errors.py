@@ -62,12 +62,15 @@ class CheckpointError(ModelError):
 
 
 class RequestError(UserError):
-    """One request is wrong. `field` names the culprit, `reason` says what is wrong with it."""
+    """One request is wrong. `field` names the culprit, `reason` says what is wrong with it, and may
+    name another field, `other`.
+    """
 
-    def __init__(self, field: str, message: str) -> None:
+    def __init__(self, field: str, message: str, other: str = "") -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
         self.reason = message
+        self.other = other
 
 
 class PromptTooLong(RequestError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -52,6 +53,11 @@ WHITESPACE = r"[ \n\t]{0,20}"
 JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
 """How the library reads a schema, whatever the schema's own `x-guidance` says."""
 
+NO_ONE_OF = (
+    "oneOf whose branches may overlap is not known; allowed are anyOf, and oneOf of branches that "
+    "exclude each other"
+)
+_SCHEMA = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: (.*)")
 
 NewMasks = Callable[[int, int], np.ndarray]
 """Memory [count, words] int32, whatever it holds."""
@@ -389,7 +395,7 @@ class Grammars:
         try:
             grammar = _grammar(LLMatcher, wanted)
         except ValueError as error:
-            raise RequestError(FIELD, f"{wanted.kind}: {_line(str(error))}") from None
+            raise RequestError(FIELD, _refusal(wanted, str(error))) from None
         # Work that a grammar may make, of itself and for one token. What exceeds it is an error of
         # that request.
         limits = LLParserLimits(
@@ -405,7 +411,7 @@ class Grammars:
         if not matcher.is_error():
             matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if matcher.is_error():
-            raise RequestError(FIELD, f"{wanted.kind}: {_line(matcher.get_error())}")
+            raise RequestError(FIELD, _refusal(wanted, matcher.get_error()))
         return matcher
 
 
@@ -432,6 +438,19 @@ def _grammar(library: Any, wanted: StructuredOutputs) -> Any:
         return library.grammar_from_lark(f"start: {choices}")
     schema = wanted.text if wanted.kind == "json" else '{"type": "object"}'
     return library.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
+
+
+def _refusal(wanted: StructuredOutputs, said: str) -> str:
+    """What llguidance says of a form; of a schema within a grammar, with the rule that has it in
+    place of the lines around.
+    """
+    rule, match = "", _SCHEMA.match(said) if wanted.kind == "grammar" else None
+    if match is not None:
+        name = wanted.text.split("\n")[int(match[1]) - 1].partition(":")[0].strip()
+        rule, said = f"{name}: " if name.isidentifier() else "", match[2]
+    if said.startswith("oneOf "):  # it advises an option of its own
+        said = NO_ONE_OF
+    return f"{wanted.kind}: {rule}{_line(said)}"
 
 
 def _line(text: str) -> str:

@@ -13,7 +13,6 @@ import numpy as np
 from .errors import InternalError, PromptTooLong, RequestError
 from .grammars import Matcher
 from .option_kinds import INT32_MAX
-from .sampling_kinds import UNBOUNDED
 from .sampling_params import SamplingParams
 
 NOT_FINITE = "the model's logits were not finite (NaN or infinity)"
@@ -114,9 +113,8 @@ class Request:
         """Check a new request, make its prompt int32 and set `max_total`. Raises RequestError if it
         can never run.
 
-        All the tokens that it may reach have to fit into `max_model_len`, which cuts them off, and
-        into a cache of `cache_tokens`: a request that fills the cache and still goes on would be
-        preempted for ever. The cache cuts off a request without a maximum only.
+        `max_model_len` and a cache of `cache_tokens` cut off what does not fit: a request that
+        fills the cache and still goes on would be preempted for ever.
         """
         if self.state is not RequestState.WAITING or self.source is not None or self.max_total:
             raise InternalError(f"request {self.request_id} was prepared before")
@@ -141,16 +139,6 @@ class Request:
                 f"got {count} tokens, allowed is at most {limit}: one more must fit into "
                 "max_model_len and cache",
             )
-        max_total = min(count + params.max_tokens, max_model_len)
-        if params.max_tokens == UNBOUNDED:
-            max_total = min(max_total, cache_tokens)
-        if max_total > cache_tokens:
-            raise RequestError(
-                "max_tokens",
-                f"got {params.max_tokens} after a prompt of {count}, allowed is at most "
-                f"{cache_tokens - count}: "
-                f"the cache holds {cache_tokens} tokens",
-            )
         if not -INT32_MAX <= self.priority <= INT32_MAX:
             raise RequestError(
                 "priority", f"got {self.priority}, allowed is {-INT32_MAX} to {INT32_MAX}"
@@ -168,7 +156,7 @@ class Request:
                 f"got {params.min_tokens}, but each allowed token id is banned or a stop",
             )
         self.prompt = np.ascontiguousarray(prompt, np.int32)
-        self.max_total = max_total
+        self.max_total = min(count + params.max_tokens, max_model_len, cache_tokens)
 
 
 class WaitingQueue:

@@ -94,7 +94,8 @@ def _takes_others(cls: type[SamplingParams]) -> type[SamplingParams]:
 class SamplingParams:
     """Sampling settings of one request, with the names and defaults that users of vLLM know.
 
-    `max_tokens` None is as many as fit, and is kept as the largest number. `temperature` 0 is
+    `max_tokens` None is as many as fit, and is kept as the largest number; a completion ends with
+    `length` where context or cache do, whatever the maximum. `temperature` 0 is
     greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `seed` None lets the engine draw one.
     Penalties follow the usual order: repetition on the raw logits, then frequency and presence,
     then the bias, then masks (`allowed_token_ids`, `banned_token_ids`, `banned_sequences`,
@@ -191,10 +192,13 @@ class SamplingParams:
             raise RequestError(
                 "min_tokens",
                 f"got {self.min_tokens}, must not exceed max_tokens ({self.max_tokens})",
+                "max_tokens",
             )
         if self.min_tokens and self.structured_outputs is not None:
             raise RequestError(
-                "min_tokens", "cannot be had with structured_outputs: a complete text ends"
+                "min_tokens",
+                "cannot be had with structured_outputs: a complete text ends",
+                "structured_outputs",
             )
 
     def check_vocabulary(self, vocab_size: int) -> None:

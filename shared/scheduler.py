@@ -99,7 +99,8 @@ class Scheduler:
         self._begin_books()
         self._windows = [(n, group) for n, group in enumerate(self.groups) if group.window]
         chunk = config.max_num_batched_tokens
-        self._longest = longest(self.groups, config.num_pages, chunk, config.max_model_len)
+        self.longest = longest(self.groups, config.num_pages, chunk, config.max_model_len)
+        """Tokens of the longest request that context and cache hold."""
         self.padding = PaddingAccount()
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue()
@@ -173,7 +174,7 @@ class Scheduler:
             raise RequestError(
                 "request_id", f"got {request.request_id!r}, allowed is one that is not in use"
             )
-        request.prepare(config.max_model_len, self._longest)
+        request.prepare(config.max_model_len, self.longest)
         request.arrival = self._arrivals
         request.key = request.arrival
         if config.policy == "priority":

@@ -46,7 +46,7 @@ class ToolCallEnd:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The message ends. `reason` is the engine's, but for a stop after a call: tool_calls."""
+    """The message ends. `reason` is the engine's, but for a stop after a whole call: tool_calls."""
 
     reason: str
 

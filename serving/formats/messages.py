@@ -125,7 +125,8 @@ class MessageParser(EventWriter):
 
     def finish(self, reason: str = "stop") -> list[Event]:
         """The text that was held back, and a `Finish`. `reason` is the engine's: a stop after a
-        call becomes tool_calls; length stays, as the last call may be cut off.
+        call becomes tool_calls, one inside of a call stays; length stays, as the last call may be
+        cut off.
         """
         self._check_open()
         self._read(self._rest)

@@ -95,15 +95,16 @@ class OutputParser(EventWriter):
         return self._flush()
 
     def finish(self, reason: str = "stop") -> list[Event]:
-        """The text that was held back, and a `Finish`. `reason` is the engine's: a stop after a
-        call becomes tool_calls; length stays, as the last call may be cut off.
+        """The text that was held back, but for a part of the mark that closes a call, and a
+        `Finish`. `reason` is the engine's: a stop after a call becomes tool_calls, one inside of a
+        call stays; length stays, as the last call may be cut off.
         """
         self._check_open()
         self._finished = True
         if self._started:
             self._end_call()
         elif self._state == self._read_text:
-            self._say(self._rest)
+            self._say("" if self._cuts_close else self._rest)
         elif self._state != self._read_between:
             self._refuse()
         if self._space and not self._reasoning and not self._trim:
@@ -111,6 +112,12 @@ class OutputParser(EventWriter):
         self._rest = self._space = ""
         self._emit_finish(reason)
         return self._flush()
+
+    @property
+    def _cuts_close(self) -> bool:
+        """Whether what is held back begins the mark that is due behind a call."""
+        close = self._calls.close if self._calls else ""
+        return self._unclosed and self._trim and close.startswith(self._rest)
 
     def _take(self, text: str) -> None:
         text, self._rest = self._rest + text, ""

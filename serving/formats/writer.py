@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from ...shared.errors import InternalError
 from .calls import CallReader
-from .events import Event, Finish, ToolCallArguments
+from .events import Event, Finish, ToolCallArguments, ToolCallEnd
 from .tags import TagReader
 
 
@@ -42,8 +42,11 @@ class EventWriter:
             self._events.append(ToolCallArguments(self._num_calls - 1, text))
 
     def _emit_finish(self, reason: str) -> None:
-        """`reason` is the engine's: a stop after a call becomes tool_calls."""
-        called = self._num_calls and reason == "stop"
+        """`reason` is the engine's: a stop after a call, which the end did not cut off, becomes
+        tool_calls.
+        """
+        cut = any(isinstance(one, ToolCallEnd) and not one.complete for one in self._events)
+        called = self._num_calls and reason == "stop" and not cut
         self._events.append(Finish("tool_calls" if called else reason))
 
     def _flush(self) -> list[Event]:

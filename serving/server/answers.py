@@ -483,12 +483,15 @@ class CompletionAnswer:
             logprobs = self._words.completion(
                 tokens, scores, self._scores, offsets, as_ids=self._as_ids
             )
+        reason, stop = finish_reason(news.finish_reason), news.stop_reason
+        if self._hide and reason is not None:
+            reason, stop = "length", None
         choice = {
             "index": place * self._per_prompt + news.index,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": finish_reason(news.finish_reason),
-            "stop_reason": news.stop_reason,
+            "finish_reason": reason,
+            "stop_reason": stop,
         }
         if self._prompt_scores is not None and news.first and live.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self._words.prompt(

@@ -47,7 +47,6 @@ from .cors import shared
 from .doors import Doors, Load, TooLarge, too_large
 from .events import log_failure, piece_events, response_events
 from .fields import (
-    FORM,
     LONG_BODY,
     MAX_COMPLETIONS,
     MAX_LISTED,
@@ -59,13 +58,12 @@ from .fields import (
     TokenizeRequest,
     read_fields,
     read_json,
-    renamed,
 )
 from .live import Live, News, wait_for_all, wait_for_news
 from .metrics import Metrics
 from .reader import Reader
 from .replicas import Engines
-from .responses import NAMES, ResponsesRequest, named_here
+from .responses import ResponsesRequest, named_here
 from .streams import ClientGone, EventStream, while_there
 from .traces import Traces
 
@@ -161,7 +159,6 @@ class Server:
         return _json(200, self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
-        ready = self._engine.ready
         return {
             "id": name,
             "object": "model",
@@ -169,7 +166,7 @@ class Server:
             "owned_by": "twinfer",
             "root": self._settings.names[0],
             "parent": None,
-            "max_model_len": ready.model["max_model_len"] if ready else None,
+            "max_model_len": self._room,
         }
 
     async def page(self, request: Request) -> Response:
@@ -205,9 +202,7 @@ class Server:
             (whole,) = await self._encode([text.prompt], special, None)
             ids = _last(whole, kept, self._front(special, kept))
             named = text.return_token_strs
-        ready = self._engine.ready
-        length = ready.model["max_model_len"] if ready else None
-        head = encode({"count": len(ids), "max_model_len": length})[:-1]
+        head = encode({"count": len(ids), "max_model_len": self._room})[:-1]
         data = b'%s,"tokens":%s' % (head, await _in_thread(_listed, ids, size=len(ids)))
         if named:
             # The entries of the vocabulary, as `convert_ids_to_tokens` of transformers has them.
@@ -261,12 +256,11 @@ class Server:
 
     @property
     def _room(self) -> int | None:
-        """Tokens of a prompt and its completion; None before the engine has said so."""
+        """Tokens of a prompt and its completion that context and cache hold; None before the engine
+        has said so.
+        """
         ready = self._engine.ready
-        if ready is None:
-            return None
-        model = ready.model
-        return int(min(model["max_model_len"], model["page_size"] * model["num_pages"]))
+        return None if ready is None else int(ready.model["longest_request"])
 
     @property
     def _longest(self) -> int | None:
@@ -326,7 +320,7 @@ class Server:
             ids = tokenizer.encode(text, special, most if kept is None else None)
             return text, _last(ids, kept, self._front(special, kept))
         except RequestError as error:
-            raise renamed(error, {"prompt": "messages"}) from None
+            raise chat.named(error) from None
 
     # -- generation
 
@@ -373,7 +367,7 @@ class Server:
             try:
                 params = replace(params, structured_outputs=bound)
             except RequestError as error:
-                raise renamed(error, {FORM: chat.form_field}) from None
+                raise chat.named(error) from None
         if (ends := self._settings.end_token_ids) and not params.ignore_eos:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
         live = self._add(request, chat, ids, params)
@@ -413,7 +407,7 @@ class Server:
             live, new_parser = await self._begin_chat(request, chat)
         except RequestError as error:
             raise named_here(error) from None
-        live.form_field = NAMES.get(live.form_field, live.form_field)
+        live.named = lambda error: named_here(chat.named(error))
         events = ResponseEvents(
             f"resp_{request.scope['twinfer.id']}",
             chat.model or self._settings.names[0],
@@ -625,7 +619,7 @@ class Server:
         ]
         for live in lives:
             live.name = request.scope["twinfer.name"]
-            live.form_field = body.form_field
+            live.named = body.named
             live.interval = self._settings.stream_interval if body.stream else 1
         request.scope["twinfer.lives"] += lives
         return lives

@@ -264,6 +264,7 @@ def start(job: Job, send: Callable[[Any], None]) -> Engine:
         "digest": folder_digest(folder),
         "vocab_size": engine.model.vocab_size,
         "max_model_len": resolved.max_model_len,
+        "longest_request": engine.scheduler.longest,
         "max_num_seqs": resolved.max_num_seqs,
         "page_size": resolved.page_size,
         "num_pages": report.num_pages,

@@ -33,7 +33,6 @@ from ...shared.starvation import Silence
 from ...shared.tokenizer import Tokenizer
 from ..batch import settings_of
 from .child import EXIT_ENGINE, EXIT_FAILED
-from .fields import FORM, renamed
 from .live import Live
 from .messages import (
     Abort,
@@ -319,8 +318,7 @@ class EngineProcess:
         entry = self._live.get(refused.id)
         if entry is not None:
             live = entry[0]
-            error = RequestError(refused.field, refused.reason)
-            live.fail(renamed(error, {FORM: live.form_field}))
+            live.fail(live.named(RequestError(refused.field, refused.reason)))
             self.abort(live)
 
     # -- requests

@@ -115,6 +115,7 @@ class Generation(BaseModel):
     response_format: dict[str, Any] | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    best_of: int | None = None
     echo: bool | None = None
     truncate_prompt_tokens: int | None = None
     """How many of a prompt's last tokens are read; see `kept`."""
@@ -142,6 +143,20 @@ class Generation(BaseModel):
         return next((name for name in asked if getattr(self, name)), FORM)
 
     @property
+    def form_asker(self) -> str:
+        """The field that has the text bound at all, whatever says to what."""
+        return self.form_field
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What the client calls fields that the engine calls otherwise."""
+        return {FORM: self.form_field}
+
+    def named(self, error: RequestError) -> RequestError:
+        """An error of the engine's by the names that the client has given."""
+        return renamed(error, self.names, self.names | {FORM: self.form_asker})
+
+    @property
     def wants_usage(self) -> bool:
         """Whether the last event of a stream says how many tokens there were."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -156,8 +171,10 @@ class Generation(BaseModel):
     def check(self) -> None:
         """Raise RequestError for a field that cannot be had, and for options without a stream."""
         for name, why in self.refused.items():
-            if not asks_for_nothing((self.model_extra or {}).get(name), False, []):
+            if not asks_for_nothing((self.model_extra or {}).get(name), False, [], ""):
                 raise RequestError(name, why)
+        if self.best_of not in (None, self.n or 1):
+            raise RequestError("best_of", f"got {show(self.best_of)}, must equal n")
         self.check_lists(1)
         # Larger ones do not fit into a message to the engine, which checks all else of it.
         if self.priority is not None and abs(self.priority) > MAX_PRIORITY:
@@ -212,8 +229,14 @@ class Generation(BaseModel):
 
     def params(self, defaults: SamplingParams, most_tokens: int | None) -> SamplingParams:
         """The settings; what is not said is of `defaults`. `most_tokens` stands where the body
-        names no maximum. Raises RequestError.
+        names no maximum. Raises RequestError, which names fields as the client does.
         """
+        try:
+            return self._params(defaults, most_tokens)
+        except RequestError as error:
+            raise self.named(error) from None
+
+    def _params(self, defaults: SamplingParams, most_tokens: int | None) -> SamplingParams:
         values: dict[str, Any] = {
             name: getattr(self, name) for name in SAMPLING if getattr(self, name) is not None
         }
@@ -265,14 +288,11 @@ class CompletionRequest(Generation):
     prompt: Any
     """A text or token ids, or a list of these; see `prompts`."""
     logprobs: int | None = None
-    best_of: int | None = None
     add_special_tokens: bool | None = None
 
     def check(self) -> None:
         """As `Generation.check`."""
         super().check()
-        if self.best_of not in (None, self.n or 1):
-            raise RequestError("best_of", f"got {self.best_of}, must equal n")
         if self.max_tokens == 0 and not self.echo:
             raise RequestError("max_tokens", "got 0, which needs echo: true")
 
@@ -311,6 +331,8 @@ def _check_tool(where: str, tool: dict[str, Any]) -> None:
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise RequestError(where, f"got {show(tool)}, must be a function with a name")
+    if not name.isprintable():  # no parser finds such a one in what a model writes
+        raise RequestError(f"{where}.function.name", f"got {show(name)}, must be printable")
     schema, field = function.get("parameters"), f"{where}.function.parameters"
     if schema is not None and not isinstance(schema, dict):
         raise RequestError(field, f"got {show(schema)}, must be a JSON schema")
@@ -404,25 +426,30 @@ class ChatRequest(Generation):
                 f"got {show(self._allowed.get('mode'))}, allowed are auto and required",
             )
 
-    def params(self, defaults: SamplingParams, most_tokens: int | None) -> SamplingParams:
-        """As `Generation.params`; `max_completion_tokens` goes before `max_tokens`."""
-        try:
-            return super().params(defaults, most_tokens)
-        except RequestError as error:
-            raise self._renamed(error) from None
-
     @property
     def most_tokens(self) -> int | None:
-        """See `Generation`."""
+        """See `Generation`; `max_completion_tokens` goes before `max_tokens`."""
         named = self.max_completion_tokens
         return self.max_tokens if named is None else named
 
-    def _renamed(self, error: RequestError) -> RequestError:
-        """The error by the name that the field has here."""
-        named = {"logprobs": "top_logprobs", FORM: self.form_field}
+    @property
+    def names(self) -> dict[str, str]:
+        """See `Generation`."""
+        named = super().names | {"logprobs": "top_logprobs", "prompt": "messages"}
         if self.max_completion_tokens is not None:
             named["max_tokens"] = "max_completion_tokens"
-        return renamed(error, named)
+        return named
+
+    def named(self, error: RequestError) -> RequestError:
+        """See `Generation`; of a grammar that the client has not written no rule is named."""
+        error = super().named(error)
+        match = _OWN_RULE.match(error.reason)
+        if match is None or "grammar" in (self.structured_outputs or {}):
+            return error
+        number, reason = match.groups()
+        if number is not None:
+            reason = f"parameters of {self.tool_names[int(number)]!r}: {reason}"
+        return RequestError(error.field, reason)
 
     def scores(self) -> dict[str, Any]:
         """Of each token, and of the `top_logprobs` best."""
@@ -437,6 +464,16 @@ class ChatRequest(Generation):
             return field
         binds = self.must_call or self.binds_calls or self.parallel_tool_calls is False
         return "tools" if self.tools and (binds or field == FORM) else field
+
+    @property
+    def form_asker(self) -> str:
+        """See `Generation`."""
+        field = self.form_field
+        if field != "tools":
+            return field
+        if self.must_call:
+            return "tool_choice"
+        return "parallel_tool_calls" if self.parallel_tool_calls is False else field
 
     @property
     def described(self) -> list[dict[str, Any]]:
@@ -548,6 +585,12 @@ class ChatRequest(Generation):
         return [_message(f"messages[{i}]", message) for i, message in enumerate(self.messages)]
 
 
+_OWN_RULE = re.compile(r"grammar: (?:answer|(?:arguments|value)_(\d+)\w*): (.*)")
+"""How a refusal begins that is about a schema of the client's, in a grammar made here; the number
+is that of a tool on offer.
+"""
+
+
 class TokenizeRequest(CompletionRequest):
     """The body of /tokenize for a text."""
 
@@ -561,12 +604,18 @@ class TokenizeChatRequest(ChatRequest):
     return_token_strs: bool | None = None
 
 
-def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """An error by the name that a client has given; `names` by our own."""
+def renamed(
+    error: RequestError, names: Mapping[str, str], others: Mapping[str, str] | None = None
+) -> RequestError:
+    """An error by the names that a client has given; `names` by our own. `others` are those of a
+    second field that it names, if they differ.
+    """
     name = names.get(error.field, error.field)
-    if name == error.field:
+    other = (names if others is None else others).get(error.other, error.other)
+    if (name, other) == (error.field, error.other):
         return error
-    return type(error)(name, error.reason)
+    reason = error.reason.replace(error.other, other) if error.other else error.reason
+    return type(error)(name, reason, other)
 
 
 def answer_form(form: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -607,14 +656,18 @@ def _call(where: str, call: Any) -> Any:
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(arguments, str):
         return call
-    name = f"{where}.function.arguments"
+    value = read_arguments(f"{where}.function.arguments", arguments)
+    return call | {"function": {**(function or {}), "arguments": value}}
+
+
+def read_arguments(name: str, text: str) -> Any:
+    """The arguments of a call that the field `name` has as text. Raises RequestError."""
     try:
-        value = read_json(arguments.encode() or b"{}")
+        return read_json(text.encode() or b"{}")
     except NotJson:
-        raise RequestError(name, f"got {show(arguments)}, must be a JSON object as text") from None
+        raise RequestError(name, f"got {show(text)}, must be a JSON object as text") from None
     except RequestError as error:
         raise renamed(error, {"body": name}) from None
-    return call | {"function": {**(function or {}), "arguments": value}}
 
 
 def read_fields(kind: type[BaseModel], body: Any) -> Any:
@@ -624,8 +677,11 @@ def read_fields(kind: type[BaseModel], body: Any) -> Any:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        # Of a field that may be several things, the complaint about the likeliest one.
-        first = error.errors(include_url=False, include_context=False)[0]
+        # Of a field that may be several things, the complaint about the likeliest one: that which
+        # looks deepest into it, else the first.
+        errors = error.errors(include_url=False, include_context=False)
+        same = [one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]
+        first = max(same, key=lambda one: len(one["loc"]))
         field = _field(first["loc"])
         got = "" if first["type"] == "missing" else f"got {quoted(first.get('input'))}; "
         raise RequestError(field, f"{got}{first['msg'].lower()}") from None
@@ -673,6 +729,12 @@ def read_json(data: bytes) -> Any:
         raise RequestError("body", f"has more than {MAX_VALUES} values")
     try:
         value = msgspec.json.decode(data)
+    except msgspec.ValidationError:  # of a value without a type it can be no other complaint
+        raise RequestError(
+            "body",
+            "has a number that is out of range; allowed are those of float64, and integers of at "
+            "most 4300 digits",
+        ) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise NotJson("body", f"is no JSON: {show(str(error))}") from None
     check_depth(value)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...shared.engine import TokenLogprobs, Update
 from ...shared.errors import RequestError, TwinferError
+from ...shared.grammars import FIELD
 from ...shared.request import NO_TOKEN, FinishReason
 from ...shared.sampling_params import SamplingParams
 from ...shared.tokenizer import Tokenizer
@@ -62,8 +63,8 @@ class Live:
         self.error: TwinferError | None = None
         self.name = ""
         """What its client calls it, or this server."""
-        self.form_field = "structured_outputs"
-        """What its client calls the form of its text."""
+        self.named: Callable[[RequestError], RequestError] = lambda error: error
+        """Gives an error of the engine's the names that its client has for fields."""
         self.interval = 1
         """How many new tokens of a completion are news at least, behind its first ones."""
         self.created = time.monotonic()
@@ -109,7 +110,7 @@ class Live:
             self.prompt_logprobs = update.prompt_logprobs
         stopped = self.completions[index].take(update)
         if update.finish_reason is FinishReason.STUCK:
-            self.error = RequestError(self.form_field, NO_TOKEN)
+            self.error = self.named(RequestError(FIELD, NO_TOKEN))
         if self._is_news(index):
             self.changed.set()
         return stopped

@@ -167,7 +167,9 @@ class Replicas:
 
     @property
     def ready(self) -> Ready | None:
-        """What the first engine said, with the sizes of all together; None before all are ready."""
+        """What the first engine said, with the sizes of all together; a request has to fit into
+        any of them. None before all are ready.
+        """
         found = [engine.ready for engine in self._engines if engine.ready is not None]
         if len(found) < len(self._engines):
             return None
@@ -175,9 +177,10 @@ class Replicas:
             name: sum(ready.model[name] for ready in found)
             for name in ("max_num_seqs", "num_pages", "cached_tokens")
         }
+        longest = min(ready.model["longest_request"] for ready in found)
         first = found[0]
         return Ready(
-            first.model | sums | {"replicas": len(found)},
+            first.model | sums | {"longest_request": longest, "replicas": len(found)},
             first.report,
             first.seconds,
             first.programs,

@@ -10,11 +10,17 @@ from pydantic import BaseModel, ConfigDict
 
 from ...shared.errors import RequestError
 from ...shared.models.fields import show
-from .fields import ChatRequest, read_fields, renamed
+from .fields import ChatRequest, read_arguments, read_fields, renamed
 
 SCORES = "message.output_text.logprobs"
 """What `include` names to have log-probabilities."""
 TEXT_PARTS = ("input_text", "output_text", "text")
+INCLUDABLE = (
+    SCORES, "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    "web_search_call.action.sources", "message.input_image.image_url",
+    "computer_call_output.output.image_url", "code_interpreter_call.outputs",
+)  # fmt: skip
+"""What it may name. Of the others no answer here has anything."""
 SAME = ("model", "stream", "temperature", "top_p")
 """Fields that a chat has under the same name, as it has all those that are not named here."""
 
@@ -71,6 +77,11 @@ class ResponsesRequest(BaseModel):
         form = (self.text or {}).get("format")
         if form is not None and not isinstance(form, dict):
             raise RequestError("text.format", f"got {show(form)}, must be an object")
+        for place, name in enumerate(self.include or ()):
+            if name not in INCLUDABLE:
+                raise RequestError(
+                    f"include[{place}]", f"got {show(name)}, allowed are {', '.join(INCLUDABLE)}"
+                )
         if self.truncation not in (None, "disabled"):
             raise RequestError("truncation", f"got {show(self.truncation)}, allowed is disabled")
 
@@ -157,17 +168,15 @@ NAMES = {
 
 
 def named_here(error: RequestError) -> RequestError:
-    """An error about a chat's field by the name that it has here."""
+    """An error about a chat's fields by the names that they have here."""
     field = error.field
     first = re.split(r"[.\[]", field, maxsplit=1)[0]
-    if first == "tools":
-        return renamed(error, {field: field.replace("].function", "]")})
-    if field in NAMES:
-        return renamed(error, {field: NAMES[field]})
-    if first not in NAMES:
-        return error
-    name = NAMES[first] if first == "messages" else NAMES[first] + field[len(first) :]
-    return renamed(error, {field: name})
+    name = NAMES.get(field)
+    if name is None and first == "tools":
+        name = field.replace("].function", "]")
+    elif name is None and first in NAMES:
+        name = NAMES[first] if first == "messages" else NAMES[first] + field[len(first) :]
+    return renamed(error, NAMES if name is None else NAMES | {field: name})
 
 
 def _function(tool: Any) -> dict[str, Any]:
@@ -203,7 +212,10 @@ def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
         if kind == "reasoning":
             turn["reasoning_content"] = _text(where, item.get("content") or [])
         else:
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            arguments = item.get("arguments")
+            if isinstance(arguments, str):
+                arguments = read_arguments(f"{where}.arguments", arguments)
+            function = {"name": item.get("name"), "arguments": arguments}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             turn.setdefault("tool_calls", []).append(call)
     return found

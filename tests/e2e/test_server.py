@@ -1713,7 +1713,7 @@ LIKELY |= {
 }  # fmt: skip
 COMMON = {
     name: one for name, one in LIKELY.items()
-    if name not in ("prompt", "n", "max_tokens", "logprobs", "best_of")
+    if name not in ("prompt", "n", "max_tokens", "logprobs")
 }  # fmt: skip
 IN_CHATS = COMMON | {
     "messages": st.lists(MESSAGE, max_size=3) | ANY, "tools": st.lists(TOOL, max_size=2) | ANY,

@@ -23,6 +23,7 @@ ENDLESS = {
     "doubled": StructuredOutputs("grammar", f"start: T18\nT0: /.*/\n{DOUBLED}"),
     "all of them": StructuredOutputs("json", json.dumps(PATTERNS)),
 }
+OVERLAP = '[{"type": "integer"}, {"type": "number"}]'
 GOOD = StructuredOutputs("regex", "[ab]{3}")
 
 
@@ -57,6 +58,13 @@ def test_what_cannot_be_compiled_says_why(trials):
     for form, says in (
         (StructuredOutputs("regex", "("), "unclosed group"),
         (StructuredOutputs("json", '{"not": {}}'), "not"),
+        (StructuredOutputs("json", f'{{"oneOf": {OVERLAP}}}'), "oneOf .* allowed are anyOf"),
+        (
+            StructuredOutputs("grammar", f'start: "\u2028" a\na: %json {{"oneOf": {OVERLAP}}}'),
+            "a: oneOf .* exclude each other$",
+        ),
+        (StructuredOutputs("grammar", 'start: %json {"not": {}}'), r'start: .*\["not"\]$'),
+        (StructuredOutputs("grammar", "start: x"), "1 | start: x"),
     ):
         with pytest.raises(RequestError, match=f"^structured_outputs: {form.kind}: .*{says}"):
             trials.check(form)

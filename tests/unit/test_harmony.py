@@ -349,7 +349,7 @@ class Scripted:
         self.asked, self.prompts = [], []
         engine = EngineProcess({}, tokenizer, limits=Limits(9, 99_999))
         sizes = {"max_num_seqs": 4, "num_pages": 999, "max_model_len": 9999, "page_size": 16}
-        sizes["vocab_size"] = tokenizer.vocab_size
+        sizes |= {"vocab_size": tokenizer.vocab_size, "longest_request": 9999}
         engine.ready = SimpleNamespace(model=sizes, options={})
         texts = itertools.cycle(texts)
 

@@ -373,6 +373,49 @@ def test_a_call_cut_off_is_partial():
     assert (early.content, early.tool_calls) == ('<tool_call>{"name": "f", "arg', [])
 
 
+@pytest.mark.parametrize(
+    ("form", "text", "close"),
+    [
+        ("qwen", 'Look:\n<tool_call>\n{"name": "f", "arguments": {}}', "\n</tool_call>"),
+        (
+            "qwen3_coder",
+            "Look:\n<tool_call>\n<function=f>\n</function>",
+            "\n</tool_call>",
+        ),
+    ],
+)
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_a_closing_mark_that_is_cut_off_is_no_content(form, text, close, reason):
+    for size in range(len(close) + 1):
+        message = parse(text + close[:size], form, tools=["f"], reason=reason)
+        assert (message.content, calls(message)) == ("Look:", [("f", "{}")])
+        events = run(form, list(text + close[:size]), tools=["f"], reason=reason)
+        assert [type(event) for event in events[-2:]] == [ToolCallEnd, Finish]
+    # What else may stand there is content, as is the same text where no call is open.
+    assert parse(f"{text}\nDone <", form, tools=["f"]).content == "Look:\nDone <"
+    assert parse(f"{text}{close}\n</", form, tools=["f"]).content == "Look:\n</"
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("qwen", '<tool_call>{"name": "f", "arguments": {"a": "Ber'),
+        ("qwen", hermes("f", "{}") + '\n<tool_call>{"name": "f", "arguments": {"a": '),
+        ("llama3_json", '{"name": "f", "parameters": {"a": '),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "f", "arguments": {'),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": '),
+        ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>Ber"),
+        ("harmony", '<|channel|>commentary to=functions.f<|message|>{"a": "Ber'),
+    ],
+)
+def test_an_answer_that_ends_inside_of_a_call_tells_why(form, text):
+    """A client that reads of tool_calls would make the call."""
+    for reason in ("stop", "length"):
+        message = parse(text, form, tools=["f"], reason=reason)
+        assert not message.tool_calls[-1].complete
+        assert message.finish_reason == reason
+
+
 def test_arguments_that_break_end_the_call_and_the_rest_is_content():
     message = parse('<tool_call>{"name": "f", "arguments": {"a": nope}} x', "qwen")
     assert (message.tool_calls[0].arguments, message.tool_calls[0].complete) == (

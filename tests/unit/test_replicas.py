@@ -23,6 +23,7 @@ PARAMS = SamplingParams(max_tokens=5, temperature=0)
 def engine(**model):
     made = EngineProcess({}, None, limits=Limits(1000, 1 << 20))
     sizes = {"max_num_seqs": 4, "num_pages": 64, "cached_tokens": 256, "page_size": PAGE}
+    sizes["longest_request"] = 256
     made.ready = SimpleNamespace(
         model=sizes | model, report=[], seconds={}, programs=1, hang_limit=9, options={}
     )
@@ -168,6 +169,8 @@ def test_numbers_are_those_of_all():
     assert made.counters == Counters(steps=7, rejected={"tokens": 3, "requests": 1})
     assert made.ready.model["max_num_seqs"] == 8
     assert made.ready.model["replicas"] == 2
+    made._engines[1].ready.model["longest_request"] = 128  # a request is of one engine
+    assert made.ready.model["longest_request"] == 128
     made.draining = True
     assert all(e.draining for e in made._engines)
     made.draining = False

@@ -7,10 +7,12 @@ import threading
 import time
 from collections import Counter
 from types import SimpleNamespace
+from typing import get_args
 
 import httpx
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import ResponseIncludable
 from tokenizers.processors import TemplateProcessing
 
 from twinfer.serving.formats.parser import OutputParser
@@ -21,7 +23,7 @@ from twinfer.serving.server.app import LARGE, Server, Settings, _last, build_app
 from twinfer.serving.server.engine import EngineProcess, Limits
 from twinfer.serving.server.fields import ChatRequest, read_fields
 from twinfer.serving.server.live import Live
-from twinfer.serving.server.messages import Add
+from twinfer.serving.server.messages import Add, Refused
 from twinfer.serving.server.metrics import Metrics
 from twinfer.serving.server.responses import ResponsesRequest, named_here
 from twinfer.shared.engine import Logprob, Update
@@ -98,6 +100,18 @@ def test_calls_whole_and_in_pieces(step):
     assert [piece["choices"][0]["finish_reason"] for piece in pieces[:-1]] == [None] * (
         len(pieces) - 1
     )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_inside_of_a_call_is_why_it_ends(stream):
+    text = '<tool_call>\n{"name": "read", "arguments": {"path": "Berlin"}}\n</tool_call>'
+    body = {"messages": SAID, "tools": [READ_TOOL], "stream": stream}
+    for stop, reason in (("Berlin", "stop"), ("</tool", "tool_calls")):
+        told = asked(CHAT[0], body | {"stop": stop}, text, form="qwen")
+        if stream:
+            told = told.split("data: ")[-2]
+        (choice,) = json.loads(told)["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == (reason, stop)
 
 
 def test_without_tools_their_marks_are_content():
@@ -271,6 +285,24 @@ def test_arguments_reach_a_template_as_objects():
         read_fields(ChatRequest, body).conversation()
 
 
+def test_names_of_tools_are_printable():
+    """No parser finds another one in what a model writes."""
+    for name in ("f\n", "a\x00b", "\x7f", "a\u2028"):
+        tools = [{"type": "function", "function": {"name": name}}]
+        chat = read_fields(ChatRequest, {"messages": [], "tools": tools})
+        with pytest.raises(RequestError, match=r"^tools\[0\].function.name: got .* printable"):
+            chat.check()
+    tools = [{"type": "function", "function": {"name": 'a "ü" b'}}]
+    read_fields(ChatRequest, {"messages": [], "tools": tools}).check()
+
+
+def test_what_a_response_may_include_is_what_the_api_has():
+    include = [*get_args(ResponseIncludable)]
+    body = read_fields(ResponsesRequest, {"input": "x", "include": include})
+    body.check()
+    assert body.chat().logprobs
+
+
 @pytest.mark.parametrize("tools", [[{}], [{"type": "function"}], [{"type": "web", "function": {}}]])
 def test_tools_without_names_are_refused(tools):
     chat = read_fields(ChatRequest, {"messages": [], "tools": tools})
@@ -329,6 +361,21 @@ def test_a_list_of_no_calls_is_none():
         ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
         ({"truncation": "auto"}, "truncation"),
         ({"input": 5}, "input"),
+        ({"input": [5]}, "input[0]"),
+        ({"input": [{"role": "user", "content": "x"}, "y"]}, "input[1]"),
+        (
+            {
+                "input": [
+                    {"role": "user", "content": "x"},
+                    {"type": "function_call", "name": "f", "arguments": "{"},
+                ]
+            },
+            "input[1].arguments",
+        ),
+        ({"include": ["banana"]}, "include[0]"),
+        ({"include": ["reasoning.encrypted_content", "message"]}, "include[1]"),
+        ({"best_of": 2}, "best_of"),
+        ({"tools": [{"type": "function", "name": "f\n"}]}, "tools[0].name"),
     ],
 )
 def test_what_a_response_cannot_have_is_named(change, field):
@@ -379,14 +426,119 @@ def test_who_asks_for_an_answer_without_reasoning_gets_that(path, stream):
     assert "It is." in told
 
 
-def asked(path, body, text):
-    """What a server says to a call that its engine answers with a text."""
+SAID = [{"role": "user", "content": "x"}]
+CHAT, RESPONSE, COMPLETION = (
+    ("/v1/chat/completions", {"messages": SAID}),
+    ("/v1/responses", {"input": "x"}),
+    ("/v1/completions", {"prompt": "x"}),
+)
+JSON_FORM = {"type": "json_object"}
+READ = {"name": "read", "parameters": {"type": "object"}}
+READ_TOOL = {"type": "function", "function": READ}
+NOW_TOOL = {"type": "function", "function": {"name": "now"}}
+
+
+@pytest.mark.parametrize(
+    ("call", "more", "ours", "theirs"),
+    [
+        (CHAT, {"max_tokens": 5}, "max_tokens", "max_tokens"),
+        (CHAT, {"max_completion_tokens": 5}, "max_tokens", "max_completion_tokens"),
+        (CHAT, {"logprobs": True}, "logprobs", "top_logprobs"),
+        (CHAT, {"response_format": JSON_FORM}, "structured_outputs", "response_format"),
+        (CHAT, {}, "prompt", "messages"),
+        (RESPONSE, {"max_output_tokens": 5}, "max_tokens", "max_output_tokens"),
+        (RESPONSE, {"text": {"format": JSON_FORM}}, "structured_outputs", "text.format"),
+        (RESPONSE, {}, "prompt", "input"),
+        (RESPONSE, {"seed": 5}, "seed", "seed"),
+        (COMPLETION, {"max_tokens": 5}, "max_tokens", "max_tokens"),
+        (COMPLETION, {"response_format": JSON_FORM}, "structured_outputs", "response_format"),
+    ],
+    ids=str,
+)
+def test_a_refusal_of_the_engine_names_what_the_client_has_said(call, more, ours, theirs):
+    path, body = call
+    for stream in (False, True):
+        told = asked(path, body | more | {"stream": stream}, refusal=(ours, "got 5"))
+        error = json.loads(told)["error"]
+        assert (error["param"], error["message"]) == (theirs, f"{theirs}: got 5")
+
+
+@pytest.mark.parametrize(
+    ("call", "more", "reason", "says"),
+    [
+        (CHAT, {"tools": [NOW_TOOL, READ_TOOL], "tool_choice": "required"},
+         "grammar: arguments_1: bad", "tools: parameters of 'read': bad"),
+        (CHAT, {"tools": [NOW_TOOL, READ_TOOL], "tool_choice": READ_TOOL},
+         "grammar: value_0_3_json: bad", "tools: parameters of 'read': bad"),
+        (RESPONSE, {"tools": [READ | {"type": "function"}], "tool_choice": "required"},
+         "grammar: arguments_0: bad", "tools: parameters of 'read': bad"),
+        (CHAT, {"response_format": JSON_FORM}, "grammar: answer: bad", "response_format: bad"),
+        (CHAT, {"structured_outputs": {"json_object": True}}, "grammar: answer: bad",
+         "structured_outputs: bad"),
+        (CHAT, {"structured_outputs": {"grammar": "start: answer"}}, "grammar: answer: bad",
+         "structured_outputs: grammar: answer: bad"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_compiled_is_named_as_the_client_has_it(call, more, reason, says):
+    """Not by a rule of a grammar that the client has not written."""
+    path, body = call
+    told = asked(path, body | more, refusal=("structured_outputs", reason), form="qwen")
+    assert json.loads(told)["error"]["message"] == says
+
+
+@pytest.mark.parametrize(
+    ("call", "more", "says"),
+    [
+        (CHAT, {"max_tokens": 2}, "must not exceed max_tokens (2)"),
+        (CHAT, {"max_completion_tokens": 2}, "must not exceed max_completion_tokens (2)"),
+        (RESPONSE, {"max_output_tokens": 2}, "must not exceed max_output_tokens (2)"),
+        (CHAT, {"response_format": JSON_FORM}, "cannot be had with response_format:"),
+        (COMPLETION, {"response_format": JSON_FORM}, "cannot be had with response_format:"),
+        (COMPLETION, {"structured_outputs": {"regex": "a"}}, "be had with structured_outputs:"),
+        (RESPONSE, {"text": {"format": JSON_FORM}}, "cannot be had with text.format:"),
+        (CHAT, {"tools": [READ_TOOL], "tool_choice": "required"}, "be had with tool_choice:"),
+        (
+            RESPONSE,
+            {"tools": [READ | {"type": "function"}], "tool_choice": "required"},
+            "be had with tool_choice:",
+        ),
+        (
+            CHAT,
+            {"tools": [READ_TOOL], "parallel_tool_calls": False},
+            "be had with parallel_tool_calls:",
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_minimum_cannot_be_had_with_is_named_as_the_client_has_it(call, more, says):
+    path, body = call
+    error = json.loads(asked(path, body | {"min_tokens": 3} | more, form="qwen"))["error"]
+    assert error["param"] == "min_tokens"
+    assert says in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_token_that_is_not_told_ends_nothing(stream):
+    body = {"prompt": "x", "max_tokens": 0, "echo": True, "stop": "y", "stream": stream}
+    told = asked(COMPLETION[0], body, "y")
+    (choice,) = json.loads(told.split("data: ")[-2] if stream else told)["choices"]
+    assert choice["text"] == "x"
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+
+
+def asked(path, body, text="", *, refusal=None, form="think"):
+    """What a server says to a call that its engine answers with a text, or refuses."""
     engine = EngineProcess({}, TOKENIZER, limits=Limits(9, 9999))
     sizes = {"max_num_seqs": 4, "num_pages": 99, "max_model_len": 999, "page_size": 16}
-    engine.ready = SimpleNamespace(model=sizes | {"vocab_size": 2048}, options={})
+    sizes |= {"vocab_size": 2048, "longest_request": 99}
+    engine.ready = SimpleNamespace(model=sizes, options={})
 
     def answer(message):
-        if isinstance(message, Add):
+        if isinstance(message, Add) and refusal is not None:
+            refused = Refused(message.id, *refusal)
+            asyncio.get_running_loop().call_soon(lambda: engine._take(refused))
+        elif isinstance(message, Add):
             ids = tuple(TOKENIZER.encode(text))
             asyncio.get_running_loop().call_soon(
                 lambda: engine._live[message.id][0].take(
@@ -395,17 +547,22 @@ def asked(path, body, text):
             )
 
     engine._send = answer
-    app = build_app(
-        Settings(["m"], TOKENIZER, SamplingParams(), FORMATS["think"]), engine, Metrics()
-    )
+    app = build_app(Settings(["m"], TOKENIZER, SamplingParams(), FORMATS[form]), engine, Metrics())
 
     async def call():
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://x"
         ) as client:
-            return (await client.post(path, json=body)).text
+            method = "GET" if body is None else "POST"
+            return (await client.request(method, path, json=body)).text
 
     return asyncio.run(call())
+
+
+def test_the_length_that_is_told_is_what_context_and_cache_hold():
+    """Clients cut their prompts by it."""
+    assert json.loads(asked("/v1/models", None, ""))["data"][0]["max_model_len"] == 99
+    assert json.loads(asked("/tokenize", {"prompt": "a"}, ""))["max_model_len"] == 99
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from twinfer.serving.server.events import piece_events
 from twinfer.serving.server.fields import (
     ChatRequest,
     CompletionRequest,
+    NotJson,
     check_depth,
     read_fields,
     read_json,
@@ -362,7 +363,7 @@ def test_a_request_without_a_token_left_ends_with_what_it_asked_for():
 
     async def told():
         one = live()
-        one.form_field = "tools"
+        one.named = lambda error: RequestError("tools", error.reason)
         one.take(0, Update("1", (5,)))
         one.take(0, Update("1", (), FinishReason.STUCK))
 
@@ -714,12 +715,35 @@ def test_the_time_of_a_request_is_divided():
         ({"temperature": "0.5"}, 'temperature: got "0.5"; input should be a valid number'),
         ({"stream": "true"}, 'stream: got "true"; input should be a valid boolean'),
         ({"max_tokens": True}, "max_tokens: got True; input should be a valid integer"),
+        ({"stop": ["x", 5]}, "stop[1]: got 5; input should be a valid string"),
     ],
 )
 def test_a_text_where_a_number_is_expected_does_not_look_like_one(body, says):
     with pytest.raises(RequestError) as refused:
         read_fields(CompletionRequest, {"prompt": "x"} | body)
     assert str(refused.value) == says
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "9" * 5000])
+def test_a_number_that_is_out_of_range_is_json(number):
+    with pytest.raises(RequestError, match=r"^body: has a number that is out") as refused:
+        read_json(f'{{"prompt": "a", "temperature": {number}}}'.encode())
+    assert not isinstance(refused.value, NotJson)
+
+
+def test_what_asks_for_the_best_of_more_is_refused():
+    for kind in (ChatRequest, CompletionRequest):
+        for best_of in (None, 2):
+            body = {"prompt": "x", "messages": [], "n": 2, "best_of": best_of}
+            read_fields(kind, body).check()
+        with pytest.raises(RequestError, match=r"^best_of: got 2, must equal n"):
+            read_fields(kind, {"prompt": "x", "messages": [], "best_of": 2}).check()
+
+
+def test_an_empty_text_asks_for_nothing():
+    read_fields(CompletionRequest, {"prompt": "x", "suffix": ""}).check()
+    with pytest.raises(RequestError, match=r"^suffix: is not supported"):
+        read_fields(CompletionRequest, {"prompt": "x", "suffix": "a"}).check()
 
 
 def test_a_body_may_begin_with_a_mark_of_its_encoding():
