@@ -235,7 +235,7 @@ def sampler(
         fields["histories"] = kept
         arguments = known_processors(jnp.where, fields, last_tokens)
     spec = partition_of_samples(requests, logits.shape[1], model.shards)
-    if variant == "greedy" or spec is None:  # greedy exchanges a few numbers of each row, once
+    if variant == "greedy" or spec is None:  # greedy sends little, and in no loop
         tokens = sample(ops, variant, logits, f, arguments)
     else:
         tokens = _sample_by_rows(model, spec, variant, logits, f, arguments or {})
