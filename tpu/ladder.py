@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from ..bucketing import Descriptor, Table
 from ..ops import BoundPlans, Plans
+from ..ops.bindings.jax import bind
 from ..ops.plan import COMPOSITION, NATIVE
 from ..shared.config import ResolvedConfig
 from ..shared.models import decoder
@@ -85,6 +86,8 @@ def program_model(
         config.scan_layers,
         cache_dtype,
         layout_of(model, config),
+        mesh,
+        bind(plans["sample"]),
         config.tensor_parallel_size,
         config.decode_steps,
         config.demand,

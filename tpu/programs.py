@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from ..bucketing import Descriptor
 from ..ops import BoundPlans
@@ -24,6 +26,7 @@ from ..shared.models.sampler import known_processors, sample
 from ..shared.step import PROCESSING, Sampler, StepShape, histories_shape, processor_layout
 from ..shared.step_difference import PICKED, diff_layout, sampler_size, span_layout
 from .layers import ScannedPass, blocks_of
+from .sharding import REPLICATED, constrained, partition_of_samples
 from .state import State, sampling_fields, updated
 
 Weights = Mapping[str, Any]
@@ -39,9 +42,9 @@ class Model:
     Weights come as {"embed", "norm", ["head"], "blocks"}: for each block of layers and each
     position of its period, a dict of weights stacked over the repeats [n, ...]; with `apart`,
     though a loop runs the layers, for each layer by itself. `decode_steps`: the most steps that a
-    loop does. `layout` is that of the caches on each of `shards` shards. `cache_dtype`: of the keys
-    and values that the ops see. `demand`: which samplers there are, and whether there are
-    log-probabilities.
+    loop does. `layout` is that of the caches on each of the `shards` of `mesh`. `row_ops` are the
+    ops that sample, for the rows of one shard. `cache_dtype`: of the keys and values that the ops
+    see. `demand`: which samplers there are, and whether there are log-probabilities.
     """
 
     config: ModelConfig
@@ -50,6 +53,8 @@ class Model:
     scan: bool
     cache_dtype: Any
     layout: CacheLayout
+    mesh: Mesh
+    row_ops: Any
     shards: int = 1
     decode_steps: int = 1
     demand: Demand = ANYTHING
@@ -229,9 +234,41 @@ def sampler(
             kept = histories = longer(histories, fields["history_row"], new_tokens)
         fields["histories"] = kept
         arguments = known_processors(jnp.where, fields, last_tokens)
-    tokens = sample(ops, variant, logits, f, arguments)
+    spec = partition_of_samples(requests, logits.shape[1], model.shards)
+    if variant == "greedy" or spec is None:  # greedy sends little, and in no loop
+        tokens = sample(ops, variant, logits, f, arguments)
+    else:
+        tokens = _sample_by_rows(model, spec, variant, logits, f, arguments or {})
     last_tokens = last_tokens.at[picked["sample_rows"]].set(jnp.maximum(tokens, 0))
     return (last_tokens, tokens) if histories is None else (last_tokens, tokens, histories)
+
+
+def _sample_by_rows(
+    model: Model,
+    spec: P,
+    variant: Sampler,
+    logits: jax.Array,
+    settings: Mapping[str, jax.Array],
+    processors: Mapping[str, jax.Array],
+) -> jax.Array:
+    """`sample` of logits [row vocab], which come with their words dealt out, by the shards that
+    have the rows by `spec`: one exchange brings them, and the passes over a row send nothing.
+    """
+    # The barrier keeps `spec` out of the product, for which XLA would gather the head.
+    logits = jax.lax.optimization_barrier(constrained(logits, model.mesh, P(None, "tp")))
+    # Each shard cuts its rows out of what it has. Else XLA deals out the buffers that these are
+    # read from, and sends each piece.
+    settings, processors = constrained((settings, processors), model.mesh, REPLICATED)
+    specs = {name: REPLICATED if name == "history" else spec for name in processors}
+
+    # Not left to XLA to partition: it gathers the indices of scatters.
+    def of_shard(logits: Any, settings: Any, processors: Any) -> Any:
+        return sample(model.row_ops, variant, logits, settings, processors)
+
+    run = jax.shard_map(
+        of_shard, mesh=model.mesh, in_specs=(spec, spec, specs), out_specs=spec, check_vma=False
+    )
+    return constrained(run(logits, settings, processors), model.mesh, REPLICATED)
 
 
 def longer(histories: jax.Array, rows: jax.Array, new_tokens: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
@@ -49,6 +50,23 @@ def check_all_take_part(shards: int, whose: str, devices: int) -> None:
 def on(mesh: Mesh, spec: P = REPLICATED) -> NamedSharding:
     """The sharding of `spec` on `mesh`."""
     return NamedSharding(mesh, spec)
+
+
+def partition_of_samples(rows: int, words: int, shards: int) -> P | None:
+    """How logits [row vocab] lie when they are sampled: rows are dealt out, or, if there are fewer
+    than shards, whole on each. None if they stay as the head gives them: a vocabulary that does
+    not divide is whole on each shard, and more rows may not divide.
+    """
+    if shards == 1 or words % shards:
+        return None
+    if rows % shards == 0:
+        return P("tp")
+    return REPLICATED if rows < shards else None
+
+
+def constrained(values: Any, mesh: Mesh, spec: P) -> Any:
+    """A tree of values of a program, each of which lies as `spec` says."""
+    return jax.lax.with_sharding_constraint(values, on(mesh, spec))
 
 
 def partition(placement: Placement, layered: bool) -> P:

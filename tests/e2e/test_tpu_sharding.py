@@ -97,6 +97,19 @@ def test_the_same_tokens_on_1_2_4_and_8_shards(checkpoints):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "decode_steps"), [([2, 8], 1), ([4], 4)])
+def test_words_that_shards_deal_out(tmp_path, sizes, decode_steps):
+    """997 words, as the other checkpoints have, are whole on each shard. Of 1024 each has a part,
+    and samples some of the 8 rows; in loops of decode steps too.
+    """
+    build("qwen3", folder := str(tmp_path), vocab_size=1024)
+    (one,) = run(folder, [1])
+    runs = run(folder, sizes, decode_steps=decode_steps)
+    assert [r["outputs"] for r in runs] == [one["outputs"]] * len(sizes)
+    assert all(r["compilations"] == 0 for r in runs)
+
+
+@pytest.mark.slow
 def test_the_same_tokens_on_1_and_4_shards_and_nothing_compiles_after_ready(checkpoints):
     """4 heads in 2 groups, biases, a vocabulary and an MLP that 4 does not divide (997, 112
     does).
