@@ -155,6 +155,21 @@ def test_a_wrong_write_is_rejected(monkeypatch):
         assert not written()  # padding is written
 
 
+def test_words_of_the_wrong_halves_are_rejected(monkeypatch):
+    """K is in the lower half of a word."""
+    given = cases("write_kv", "bfloat16")[0].arguments
+    more = {"k_scale": None, "v_scale": None, "interpret": True}
+
+    def right():
+        out = interpret(write.write, given | more)
+        return Judge("write_kv", given)([np.asarray(out)]).passed
+
+    assert right()
+    real = write.k_and_v_in_words
+    monkeypatch.setattr(write, "k_and_v_in_words", lambda k, v: real(v, k))
+    assert not right()
+
+
 @pytest.mark.parametrize("name", SLOTS)
 def test_slots_of_every_kind_are_written(name):
     assert written(SLOTS[name])

@@ -36,8 +36,8 @@ BLOCK = 256
 def write_rows(
     kv: jax.Array, rows: jax.Array, slots: jax.Array, *, words: int, interpret: Any
 ) -> jax.Array:
-    """kv [slot*word row lane] with rows [tok*word row lane] at slots [tok] (-1: nowhere), in the
-    buffer of kv.
+    """kv [slot*word row lane] with rows [tok*word row lane], or the words that hold them
+    [tok*word 1 lane] uint32, at slots [tok] (-1: nowhere), in the buffer of kv.
 
     The first axis is in no tile, so that a slot of any number of words can be addressed alone.
     """
@@ -84,7 +84,9 @@ def _kernel(
     slots: Any, rows: Any, _: Any, kv: Any, sem: Any, *, tokens: int, words: int, run: int,
     block: int
 ) -> None:  # fmt: skip
-    """slots [tok], rows [tok*word row lane], kv [slot*word row lane]."""
+    """slots [tok], rows [tok*word row lane], kv [slot*word row lane]; rows may be words."""
+    if rows.dtype != kv.dtype:
+        kv = kv.bitcast(jnp.uint32)
     begin = pl.program_id(0) * block
     end = jnp.minimum(begin + block, tokens)
 
@@ -144,10 +146,34 @@ def write(
     """The op; `interpret` as pallas_call takes it."""
     xp, (pages, page, heads, hdim) = namespace("jax"), kv.shape
     words, *tile = slot_dims(heads // 2, hdim, kv.dtype)
-    rows = jnp.stack([stored(xp, k, kv, k_scale), stored(xp, v, kv, v_scale)], axis=2)
-    rows, flat = rows.reshape(-1, *tile), kv.reshape(pages * page * words, *tile)
+    k, v = stored(xp, k, kv, k_scale), stored(xp, v, kv, v_scale)
+    flat = kv.reshape(pages * page * words, *tile)
+    if kv.dtype.itemsize == 2 and tile == [2, hdim]:
+        rows = k_and_v_in_words(k, v)
+        if interpret is not False:  # interpreters cannot write to a cache that is seen as words
+            rows = rows_of_words(rows, kv.dtype)
+    else:
+        rows = jnp.stack([k, v], axis=2).reshape(-1, *tile)
     out = write_rows(flat, rows, slots, words=words, interpret=interpret)
     return out.reshape(kv.shape)
+
+
+def k_and_v_in_words(k: jax.Array, v: jax.Array) -> jax.Array:
+    """k and v [tok head lane] of 16 bits as words [tok*head 1 lane] uint32, K in the lower half:
+    what a TPU's memory holds of rows [tok*head 2 lane].
+
+    XLA would bring rows of K and V together one by one, which takes it longer than all else between
+    a layer's products.
+    """
+    low, high = (lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) for x in (k, v))
+    # Else XLA computes the rotated halves of K in the shape of the result, which is slow too.
+    words = lax.optimization_barrier(low | high << 16)
+    return words.reshape(-1, 1, k.shape[2])
+
+
+def rows_of_words(words: jax.Array, dtype: Any) -> jax.Array:
+    """words [n 1 lane] uint32 as the rows [n 2 lane] of 16 bits that they hold."""
+    return jnp.moveaxis(lax.bitcast_convert_type(words[:, 0], dtype), 2, 1)
 
 
 def takes(
