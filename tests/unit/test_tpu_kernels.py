@@ -108,17 +108,29 @@ def test_every_case_of_the_write(dtype):
     assert not failures("write_kv", dtype)
 
 
-def written():
-    """Whether the write is right for prompts that begin and end within runs and blocks, decodes,
-    and padding.
-    """
-    slots = np.array(
-        [77, *range(100, 200), *[-1] * 5, 3, 90, *range(202, 300), *[-1] * 90, 95, 96], np.int32
-    )
+# Prompts that begin and end within runs and blocks, decodes, and padding. Among them are 16 tokens
+# whose slots only begin and end as a run does, and 17 before slot 0 of which -1 is the first.
+PROMPTS = [77, *range(100, 200), *[-1] * 5, 3, 90, *range(202, 300), *[-1] * 90, 95, 96]
+SWAPPED = [20, 22, 21, *range(23, 36), 60, *range(-1, 16)]
+SLOTS = {
+    "prompts": PROMPTS,
+    "swapped": SWAPPED,
+    "one token": [5],
+    "one token that is not written": [-1],
+    "padding alone": [-1] * 40,
+    "decodes over three blocks": list(range(0, 1200, 2)),
+    "runs of all lengths": [s for n in range(1, 34) for s in range(40 * n, 41 * n)],
+    "a run behind a swapped one": [*SWAPPED[:16], *range(40, 72)],
+}
+
+
+def written(slots=(*PROMPTS, *SWAPPED)):
+    """Whether the write is right for these slots."""
+    slots = np.array(slots, np.int32)
     rng = np.random.default_rng(3)
     k, v = (rng.normal(size=(len(slots), 2, 8)).astype(np.float32) for _ in range(2))
     given = {
-        "kv": rng.normal(size=(20, 16, 4, 8)).astype(np.float32),
+        "kv": rng.normal(size=(90, 16, 4, 8)).astype(np.float32),
         "k": k,
         "v": v,
         "slots": slots,
@@ -136,6 +148,32 @@ def test_a_wrong_write_is_rejected(monkeypatch):
     with monkeypatch.context() as planted:
         planted.setattr(write.pl, "program_id", lambda axis: 0)
         assert not written()  # the second block is the first again
+    with monkeypatch.context() as planted:
+        planted.setattr(write, "is_run", lambda slots, token, run: slots[token] >= 0)
+        assert not written()  # what begins and ends as a run does is taken for one
+    with monkeypatch.context() as planted:
+        planted.setattr(write, "is_written", lambda slot: slot >= -1)
+        assert not written()  # padding is written
+
+
+def test_words_of_the_wrong_halves_are_rejected(monkeypatch):
+    """K is in the lower half of a word."""
+    given = cases("write_kv", "bfloat16")[0].arguments
+    more = {"k_scale": None, "v_scale": None, "interpret": True}
+
+    def right():
+        out = interpret(write.write, given | more)
+        return Judge("write_kv", given)([np.asarray(out)]).passed
+
+    assert right()
+    real = write.k_and_v_in_words
+    monkeypatch.setattr(write, "k_and_v_in_words", lambda k, v: real(v, k))
+    assert not right()
+
+
+@pytest.mark.parametrize("name", SLOTS)
+def test_slots_of_every_kind_are_written(name):
+    assert written(SLOTS[name])
 
 
 def test_what_does_not_fit_is_refused_with_the_arithmetic(monkeypatch):

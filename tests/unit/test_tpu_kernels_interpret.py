@@ -199,10 +199,13 @@ def test_memory_that_nobody_wrote_is_seen(interpret, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 
 
-def rows(dtype):
-    """A prompt of 20 tokens (a run of 16, then single ones), padding, and decodes."""
+# A prompt of 20 tokens (a run of 16, then single ones), padding, and decodes.
+PROMPT = [*range(21, 41), -1, 3, 50, -1]
+
+
+def rows(dtype, slots=PROMPT):
     rng = np.random.default_rng(6)
-    slots = np.array([*range(21, 41), -1, 3, 50, -1], np.int32)
+    slots = np.array(slots, np.int32)
     made = {name: jnp.asarray(rng.normal(size=(len(slots), 2, 8)), dtype) for name in ("k", "v")}
     return made | {"kv": jnp.asarray(rng.normal(size=(8, 8, 4, 8)), dtype), "slots": slots}
 
@@ -216,6 +219,27 @@ def wrote(given, out):
 @pytest.mark.parametrize(("dtype", "mode"), [("float32", "on_wait"), ("bfloat16", "eager")])
 def test_the_write_is_clean(interpret, dtype, mode):
     given = rows(dtype)
+    out, printed = interpret(given, mode, write.write)
+    assert "RACE" not in printed
+    assert wrote(given, out)
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        [7],
+        [-1],
+        [-1] * 20,
+        [20, 22, 21, *range(23, 36), *range(-1, 3)],  # of which 16 begin and end as a run does
+        [*range(63, 41, -1)],
+        # In two blocks, and no multiple of them.
+        pytest.param([*range(32, 64), *[-1] * 222, *range(18), -1], marks=pytest.mark.slow),
+    ],
+    ids=["one", "none", "padding", "swapped", "backwards", "two blocks"],
+)
+@pytest.mark.parametrize("mode", ["on_wait", "eager"])
+def test_the_write_of_other_slots_is_clean(interpret, slots, mode):
+    given = rows("float32", slots)
     out, printed = interpret(given, mode, write.write)
     assert "RACE" not in printed
     assert wrote(given, out)
@@ -238,6 +262,26 @@ def test_a_missing_wait_in_the_write_is_seen(interpret, monkeypatch):
     given = rows("float32")
     out, _ = interpret(given, "on_wait", write.write)
     assert not wrote(given, out)
+
+
+def test_a_wait_for_too_few_tokens_is_seen(interpret, monkeypatch):
+    """What is waited for is a number of bytes: without those of 16 of 22 tokens, copies are open."""
+    given = rows("float32")
+    real, of_sixteen = write.pltpu.make_async_copy, 16 * given["k"][0].size * 2 // 8  # in words
+
+    def copy(source, target, sem):
+        made = real(source, target, sem)
+        return Unwaited(made) if source.shape[0] == of_sixteen else made
+
+    monkeypatch.setattr(write.pltpu, "make_async_copy", copy)
+    out, _ = interpret(given, "on_wait", write.write)
+    assert not wrote(given, out)
+
+
+def test_a_copy_for_padding_is_seen(interpret, monkeypatch):
+    monkeypatch.setattr(write, "is_written", lambda slot: slot >= -1)
+    with pytest.raises(Exception, match=r"(?i)out.of.bounds"):
+        interpret(rows("float32"), "on_wait", write.write)
 
 
 def test_two_rows_for_one_slot_are_a_race(interpret):
