@@ -13,12 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from .choice import Choice
 from .diff import ServedFinding
 from .gates import FEWEST, HALF_ULP32, Family, Mode
 from .metrics import TIE_FACTOR, Flip, independent, log_softmax
 
 Choose = Callable[[np.ndarray], np.ndarray]
-"""The tokens [row] that the sampler takes for one position, given logits [row vocab] float32."""
+"""The tokens [row] that the sampler takes for one position, given logits [row vocab] float32. A
+`Choice` also says what its rounding may make of them.
+"""
 
 TRIES = 64
 """Logits with other noise that a drawn token is looked for in, if the exact ones give another."""
@@ -95,8 +98,13 @@ def _reach(
     """
     rng = np.random.default_rng(token)
     noisy = exact + TIE_FACTOR / 2 * noise * rng.standard_normal((TRIES, len(exact)))
-    tries = np.concatenate([faithful[None], 2.0 * exact[None] - faithful[None], noisy])
-    if token in choose(tries.astype(np.float32)).tolist():
+    near = exact[None], faithful[None], 2.0 * exact[None] - faithful[None]
+    tries = np.concatenate([*near, noisy]).astype(np.float32)
+    if isinstance(choose, Choice):
+        reached = bool(choose.takes(tries, token).any())
+    else:
+        reached = token in choose(tries).tolist()
+    if reached:
         return min(margin, noise)
     return max(margin, 2.0 * Family().reach * noise)
 

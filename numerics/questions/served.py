@@ -21,25 +21,22 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...ops.declare import REGISTRY
-from ...ops.namespaces import namespace
 from ...shared.engine import Engine, TokenLogprobs
 from ...shared.errors import ConfigError
 from ...shared.models.families import model_of
 from ...shared.models.spec import Attention
 from ...shared.request import FinishReason
-from ...shared.sampling_encoding import encode_bias, encode_processors, encode_sampling
 from ...shared.sampling_params import SamplingParams
 from ..judging.amplification import HOPELESS, TRIES
+from ..judging.choice import Choice
 from ..judging.diff import Diff
 from ..judging.gates import MODES, Mode, semantics, walk
 from ..judging.metrics import Flip, measure
-from ..judging.served import Choose, Row, judge_row, judge_rows
+from ..judging.served import Row, judge_row, judge_rows
 from ..judging.streams import StreamErrors, judge_streams
 from ..judging.weights import check_held
 from ..progress import Progress, silent
 from ..sides.reference import total
-from ..sides.sampling import sample
 from ..sides.serving import Answer, Ask, Served, refusal, serve
 from ..sides.steps import check_prompt, default_prompts, make_owned_steps
 from ..sides.subject import HostWeights, Subject, Target, name_sides
@@ -223,37 +220,9 @@ def _wrong_ends(served: Served) -> Iterator[str]:
 # --------------------------------------------------------------------------------------------------
 
 
-def chooser(answer: Answer, index: int, vocab: int) -> Choose:
-    """The sampler's definition for token `index` of an answer: logits [row vocab] -> tokens
-    [row].
-    """
-    params, prompt, xp = answer.ask.params, answer.ask.prompt, namespace("numpy")
-    column = encode_sampling(params, params.seed or 0)
-    history = np.concatenate([prompt, np.asarray(answer.tokens[:index], np.int32)])
-
-    def choose(logits: np.ndarray) -> np.ndarray:
-        count = len(logits)
-
-        def each(value: Any, dtype: Any = np.int32) -> np.ndarray:
-            return np.full(count, value, dtype)
-
-        if params.needs_processors:
-            numbers = encode_processors(params)
-            ids, bias = (np.asarray([x], np.int32) for x in encode_bias(params))
-            scores = REGISTRY["penalties"].reference(
-                xp, logits, history[None], each(0), each(-1), each(len(prompt)),
-                each(numbers["presence"]), each(numbers["frequency"]),
-                each(numbers["repetition"], np.float32),
-                each(numbers["repetition_inverse"], np.float32),
-                np.repeat(ids, count, 0), np.repeat(bias, count, 0),
-                np.full((count, -(-vocab // 32)), -1, np.int32),
-            )  # fmt: skip
-        else:
-            scores = REGISTRY["quantize_logits"].reference(xp, logits)
-        position = len(history)
-        return sample(logits, scores, column | {"position": position})
-
-    return choose
+def chooser(answer: Answer, index: int) -> Choice:
+    """What should be token `index` of an answer, by what the user asked for."""
+    return Choice(answer.ask.params, answer.ask.prompt, answer.tokens[:index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,13 +362,12 @@ class _Positions(Comparison):
         return out
 
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
-        vocab = self.model.vocab_size
         for row, place in enumerate(self.places()):
             if place[0] < DEFINED:
                 self.kept[place] = exact[row]
             for wanted in self._wanted.pop(place, ()):
                 answer, index = wanted.answer, wanted.index
-                choose = None if index is None else chooser(answer, index, vocab)
+                choose = None if index is None else chooser(answer, index)
                 token = None if index is None else answer.tokens[index]
                 params = answer.ask.params
                 by_logits = params.greedy and not params.needs_processors

@@ -28,7 +28,7 @@ def _finalise(x: np.ndarray) -> np.ndarray:
     """`fmix32`, the finaliser of MurmurHash3: [...] uint64 below 2^32 -> the same."""
     x = _times(x ^ (x >> np.uint64(16)), 0x85EBCA6B)
     x = _times(x ^ (x >> np.uint64(13)), 0xC2B2AE35)
-    return x ^ (x >> np.uint64(16))
+    return np.asarray(x ^ (x >> np.uint64(16)))
 
 
 def random_bits(token: np.ndarray, position: int, seed: int) -> np.ndarray:
@@ -104,7 +104,7 @@ def _weights(far: np.ndarray, error: float) -> tuple[np.ndarray, np.ndarray]:
     whole = np.floor(np.where(np.isfinite(far), far, 0.0))
 
     def cut(weight: np.ndarray) -> np.ndarray:
-        return np.floor(np.minimum(weight, np.exp2(-whole) * largest))
+        return np.asarray(np.floor(np.minimum(weight, np.exp2(-whole) * largest)))
 
     return cut(exact * (1.0 - share)), cut(exact * (1.0 + share))
 

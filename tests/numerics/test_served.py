@@ -345,7 +345,7 @@ def test_the_chooser_takes_what_the_sampler_is_asked_for():
 
     def chosen(index=0, tokens=(), **params):
         answer = Answer(Ask(prompt, SamplingParams(seed=3, **params)), list(tokens))
-        return int(chooser(answer, index, 4)(logits)[0])
+        return int(chooser(answer, index)(logits)[0])
 
     assert chosen(temperature=0.0) == 1
     assert chosen(temperature=0.0, logit_bias={3: 20.0}) == 3
