@@ -25,12 +25,14 @@ def _rounding(value: float) -> float:
 
 
 class Choice:
-    """The sampler's choice behind `prompt` [tok] and `output` [tok], the tokens so far. Masks that
-    change from token to token (min_tokens, sequences, forms) are not in it.
+    """The sampler's choice with a seed of 64 bits behind `prompt` [tok] and `output` [tok], the
+    tokens so far. Forms and the model's own stop ids mask nothing here.
     """
 
-    def __init__(self, params: SamplingParams, prompt: np.ndarray, output: list[int]) -> None:
-        self.params = params
+    def __init__(
+        self, params: SamplingParams, seed: int, prompt: np.ndarray, output: list[int]
+    ) -> None:
+        self.params, self.seed, self.output = params, seed, output
         self.seen = np.unique(np.concatenate([prompt, np.asarray(output, np.int32)]))
         self.counts = Counter(output)
         self.position = len(prompt) + len(output)
@@ -65,7 +67,7 @@ class Choice:
             sure, maybe = kept(
                 far, limit, max(params.top_k, 0), max(params.top_p, UNIT), error, UNIT / 2
             )
-        noise = gumbel(random_bits(words, self.position, params.seed or 0))
+        noise = gumbel(random_bits(words, self.position, self.seed))
         return draw(far, noise, sure, maybe, error)
 
     def _scores(self, logits: np.ndarray) -> tuple[np.ndarray, float]:
@@ -90,9 +92,17 @@ class Choice:
         most = max(self.counts.values(), default=0)
         error += most * _rounding(params.frequency_penalty) + _rounding(params.presence_penalty)
         error += max(map(_rounding, params.logit_bias.values()), default=0.0)
-        allowed = np.ones(len(scores), bool)
-        if params.allowed_token_ids is not None:
-            allowed[:] = False
-            allowed[list(params.allowed_token_ids)] = True
+        return np.where(self._allowed(len(scores)), scores, -np.inf), error
+
+    def _allowed(self, vocab: int) -> np.ndarray:
+        """The tokens that may follow, [vocab] bool."""
+        params, output = self.params, self.output
+        allowed = np.full(vocab, params.allowed_token_ids is None)
+        allowed[list(params.allowed_token_ids or ())] = True
         allowed[list(params.banned_token_ids)] = False
-        return np.where(allowed, scores, -np.inf), error
+        if len(output) < params.min_tokens:
+            allowed[list(params.stop_token_ids)] = False
+        for *start, last in params.banned_sequences:
+            if output[len(output) - len(start) :] == start:
+                allowed[last] = False
+        return allowed

@@ -66,9 +66,10 @@ def judge_row(
     token: int | None,
     choose: Choose | None,
     by_logits: bool = False,
+    ranks: Mapping[int, int] | None = None,
 ) -> Row:
-    """Judge one position by logits [vocab] of both references. `logprobs` in nats by token,
-    `choose` of a token that was sampled; `by_logits`: it takes the largest logit.
+    """Judge one position by logits [vocab] of both references. `logprobs` in nats and `ranks` by
+    token, `choose` of a token that was sampled; `by_logits`: it takes the largest logit.
     """
     right, noisy = log_softmax(exact), log_softmax(faithful)
     # Logits and their log-probabilities are float32, whatever the run dtype is.
@@ -79,6 +80,8 @@ def judge_row(
     problem = ""
     if ids and not np.isfinite(errors).all():
         problem = f"{place}: a log-probability is not finite"
+    elif wrong := _wrong_rank(exact, ranks or {}, noise):
+        problem = f"{place}: {wrong}"
     flip = None
     if token is not None and choose is not None:
         expected = int(choose(exact[None].astype(np.float32))[0])
@@ -88,6 +91,20 @@ def judge_row(
                 margin = _reach(margin, exact, faithful, token, noise, choose)
             flip = Flip(0, token, expected, margin, noise, Family().reach)
     return Row(place, errors, noise, flip, problem)
+
+
+def _wrong_rank(exact: np.ndarray, ranks: Mapping[int, int], noise: float) -> str:
+    """The first rank that no rounding gives, or nothing. 1 is the rank of the largest of logits
+    [vocab]; tokens within twice the reach of noise are before it or behind.
+    """
+    margin = 2.0 * Family().reach * noise
+    for token, rank in ranks.items():
+        least = 1 + int((exact > exact[token] + margin).sum())
+        most = int((exact >= exact[token] - margin).sum())
+        if not least <= rank <= most:
+            right = str(least) if least == most else f"{least} to {most}"
+            return f"token {token} has rank {rank}, its logit has {right}"
+    return ""
 
 
 def _reach(

@@ -104,13 +104,13 @@ def workload(
         {"temperature": 0.8},
         {"temperature": 0.0},
         {"temperature": 1.0, "top_k": 20, "top_p": 0.9},
-        {"temperature": 0.9, "min_p": 0.02},
+        {"temperature": 0.9, "min_p": 0.3},
     ]
     if not loops:
-        bias = {int(words[0]): 2.0}
+        bias = {int(word): 4.0 for word in words[:3]}
         settings += [
             {"temperature": 0.0, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
-            {"temperature": 0.9, "presence_penalty": 0.3, "logit_bias": bias},
+            {"temperature": 0.7, "presence_penalty": 0.3, "logit_bias": bias},
         ]
     asks: list[Ask] = []
     for wave, group in enumerate((first, again)):
@@ -222,18 +222,20 @@ def _wrong_ends(served: Served) -> Iterator[str]:
 
 def chooser(answer: Answer, index: int) -> Choice:
     """What should be token `index` of an answer, by what the user asked for."""
-    return Choice(answer.ask.params, answer.ask.prompt, answer.tokens[:index])
+    params = answer.ask.params
+    return Choice(params, params.seed or 0, answer.ask.prompt, answer.tokens[:index])
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
     """A served position: of which run and request, the token after it (None: of the prompt), and
-    its log-probabilities.
+    its log-probabilities and ranks.
     """
 
     run: tuple[str, str]
     place: str
     logprobs: Mapping[int, float]
+    ranks: Mapping[int, int]
     answer: Answer
     index: int | None
 
@@ -374,7 +376,7 @@ class _Positions(Comparison):
                 judge = partial(
                     judge_row, wanted.place, token=token, choose=choose, by_logits=by_logits
                 )
-                found = judge(exact[row], faithful[row], wanted.logprobs)
+                found = judge(exact[row], faithful[row], wanted.logprobs, ranks=wanted.ranks)
                 if found.flip is not None and not found.flip.tie:
                     found = replace(found, flip=self._own_flip(wanted.run, row, judge, found.flip))
                 rows = self.rows[wanted.run]
@@ -434,12 +436,16 @@ def _wanted(run: tuple[str, str], number: int, answer: Answer) -> Iterator[tuple
     for position, top in enumerate(answer.prompt_logprobs or ()):
         if top is not None:
             place = f"request {number}, prompt token {position}"
-            yield position - 1, _Wanted(run, place, _values(top), answer, None)
+            yield position - 1, _Wanted(run, place, *_values(top), answer, None)
     for index in range(len(answer.tokens)):
         top = answer.logprobs[index] if index < len(answer.logprobs) else {}
         place = f"request {number}, token {index} (position {start + index})"
-        yield start + index - 1, _Wanted(run, place, _values(top), answer, index)
+        yield start + index - 1, _Wanted(run, place, *_values(top), answer, index)
 
 
-def _values(top: TokenLogprobs) -> dict[int, float]:
-    return {token: found.logprob for token, found in top.items()}
+def _values(top: TokenLogprobs) -> tuple[dict[int, float], dict[int, int]]:
+    """Log-probabilities and ranks by token."""
+    return (
+        {token: found.logprob for token, found in top.items()},
+        {token: found.rank for token, found in top.items()},
+    )
