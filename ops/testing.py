@@ -93,8 +93,9 @@ class Testing:
     bit. `free(arguments)` marks, for each output, elements that the contract leaves open. `rows`
     names the arguments whose first axis is the row of which the contract says that it depends on no
     other. `dots`: by the name of other products that an implementation may have (`dot`), how far
-    each output may be off on top, in absolute terms. `truth` is what the mutants are made of,
-    without a fault: it must pass, or they are rejected for something else.
+    each output may be off on top, in absolute terms. `truth` is the op written apart from
+    its reference, of which it calls nothing: it must pass, or one of both is wrong. Most mutants
+    are made of it.
     """
 
     cases: Callable[[str], Iterable[Case]]

@@ -13,12 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from .choice import Choice
 from .diff import ServedFinding
 from .gates import FEWEST, HALF_ULP32, Family, Mode
 from .metrics import TIE_FACTOR, Flip, independent, log_softmax
 
 Choose = Callable[[np.ndarray], np.ndarray]
-"""The tokens [row] that the sampler takes for one position, given logits [row vocab] float32."""
+"""The tokens [row] that the sampler takes for one position, given logits [row vocab] float32. A
+`Choice` also says what its rounding may make of them.
+"""
 
 TRIES = 64
 """Logits with other noise that a drawn token is looked for in, if the exact ones give another."""
@@ -63,9 +66,10 @@ def judge_row(
     token: int | None,
     choose: Choose | None,
     by_logits: bool = False,
+    ranks: Mapping[int, int] | None = None,
 ) -> Row:
-    """Judge one position by logits [vocab] of both references. `logprobs` in nats by token,
-    `choose` of a token that was sampled; `by_logits`: it takes the largest logit.
+    """Judge one position by logits [vocab] of both references. `logprobs` in nats and `ranks` by
+    token, `choose` of a token that was sampled; `by_logits`: it takes the largest logit.
     """
     right, noisy = log_softmax(exact), log_softmax(faithful)
     # Logits and their log-probabilities are float32, whatever the run dtype is.
@@ -76,6 +80,8 @@ def judge_row(
     problem = ""
     if ids and not np.isfinite(errors).all():
         problem = f"{place}: a log-probability is not finite"
+    elif wrong := _wrong_rank(exact, ranks or {}, noise):
+        problem = f"{place}: {wrong}"
     flip = None
     if token is not None and choose is not None:
         expected = int(choose(exact[None].astype(np.float32))[0])
@@ -87,6 +93,20 @@ def judge_row(
     return Row(place, errors, noise, flip, problem)
 
 
+def _wrong_rank(exact: np.ndarray, ranks: Mapping[int, int], noise: float) -> str:
+    """The first rank that no rounding gives, or nothing. 1 is the rank of the largest of logits
+    [vocab]; tokens within twice the reach of noise are before it or behind.
+    """
+    margin = 2.0 * Family().reach * noise
+    for token, rank in ranks.items():
+        least = 1 + int((exact > exact[token] + margin).sum())
+        most = int((exact >= exact[token] - margin).sum())
+        if not least <= rank <= most:
+            right = str(least) if least == most else f"{least} to {most}"
+            return f"token {token} has rank {rank}, its logit has {right}"
+    return ""
+
+
 def _reach(
     margin: float, exact: np.ndarray, faithful: np.ndarray, token: int, noise: float, choose: Choose
 ) -> float:
@@ -95,8 +115,13 @@ def _reach(
     """
     rng = np.random.default_rng(token)
     noisy = exact + TIE_FACTOR / 2 * noise * rng.standard_normal((TRIES, len(exact)))
-    tries = np.concatenate([faithful[None], 2.0 * exact[None] - faithful[None], noisy])
-    if token in choose(tries.astype(np.float32)).tolist():
+    near = exact[None], faithful[None], 2.0 * exact[None] - faithful[None]
+    tries = np.concatenate([*near, noisy]).astype(np.float32)
+    if isinstance(choose, Choice):
+        reached = bool(choose.takes(tries, token).any())
+    else:
+        reached = token in choose(tries).tolist()
+    if reached:
         return min(margin, noise)
     return max(margin, 2.0 * Family().reach * noise)
 

@@ -21,25 +21,22 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...ops.declare import REGISTRY
-from ...ops.namespaces import namespace
 from ...shared.engine import Engine, TokenLogprobs
 from ...shared.errors import ConfigError
 from ...shared.models.families import model_of
 from ...shared.models.spec import Attention
 from ...shared.request import FinishReason
-from ...shared.sampling_encoding import encode_bias, encode_processors, encode_sampling
 from ...shared.sampling_params import SamplingParams
 from ..judging.amplification import HOPELESS, TRIES
+from ..judging.choice import Choice
 from ..judging.diff import Diff
 from ..judging.gates import MODES, Mode, semantics, walk
 from ..judging.metrics import Flip, measure
-from ..judging.served import Choose, Row, judge_row, judge_rows
+from ..judging.served import Row, judge_row, judge_rows
 from ..judging.streams import StreamErrors, judge_streams
 from ..judging.weights import check_held
 from ..progress import Progress, silent
 from ..sides.reference import total
-from ..sides.sampling import sample
 from ..sides.serving import Answer, Ask, Served, refusal, serve
 from ..sides.steps import check_prompt, default_prompts, make_owned_steps
 from ..sides.subject import HostWeights, Subject, Target, name_sides
@@ -107,13 +104,13 @@ def workload(
         {"temperature": 0.8},
         {"temperature": 0.0},
         {"temperature": 1.0, "top_k": 20, "top_p": 0.9},
-        {"temperature": 0.9, "min_p": 0.02},
+        {"temperature": 0.9, "min_p": 0.3},
     ]
     if not loops:
-        bias = {int(words[0]): 2.0}
+        bias = {int(word): 4.0 for word in words[:3]}
         settings += [
             {"temperature": 0.0, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
-            {"temperature": 0.9, "presence_penalty": 0.3, "logit_bias": bias},
+            {"temperature": 0.7, "presence_penalty": 0.3, "logit_bias": bias},
         ]
     asks: list[Ask] = []
     for wave, group in enumerate((first, again)):
@@ -223,48 +220,22 @@ def _wrong_ends(served: Served) -> Iterator[str]:
 # --------------------------------------------------------------------------------------------------
 
 
-def chooser(answer: Answer, index: int, vocab: int) -> Choose:
-    """The sampler's definition for token `index` of an answer: logits [row vocab] -> tokens
-    [row].
-    """
-    params, prompt, xp = answer.ask.params, answer.ask.prompt, namespace("numpy")
-    column = encode_sampling(params, params.seed or 0)
-    history = np.concatenate([prompt, np.asarray(answer.tokens[:index], np.int32)])
-
-    def choose(logits: np.ndarray) -> np.ndarray:
-        count = len(logits)
-
-        def each(value: Any, dtype: Any = np.int32) -> np.ndarray:
-            return np.full(count, value, dtype)
-
-        if params.needs_processors:
-            numbers = encode_processors(params)
-            ids, bias = (np.asarray([x], np.int32) for x in encode_bias(params))
-            scores = REGISTRY["penalties"].reference(
-                xp, logits, history[None], each(0), each(-1), each(len(prompt)),
-                each(numbers["presence"]), each(numbers["frequency"]),
-                each(numbers["repetition"], np.float32),
-                each(numbers["repetition_inverse"], np.float32),
-                np.repeat(ids, count, 0), np.repeat(bias, count, 0),
-                np.full((count, -(-vocab // 32)), -1, np.int32),
-            )  # fmt: skip
-        else:
-            scores = REGISTRY["quantize_logits"].reference(xp, logits)
-        position = len(history)
-        return sample(logits, scores, column | {"position": position})
-
-    return choose
+def chooser(answer: Answer, index: int) -> Choice:
+    """What should be token `index` of an answer, by what the user asked for."""
+    params = answer.ask.params
+    return Choice(params, params.seed or 0, answer.ask.prompt, answer.tokens[:index])
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
     """A served position: of which run and request, the token after it (None: of the prompt), and
-    its log-probabilities.
+    its log-probabilities and ranks.
     """
 
     run: tuple[str, str]
     place: str
     logprobs: Mapping[int, float]
+    ranks: Mapping[int, int]
     answer: Answer
     index: int | None
 
@@ -393,20 +364,19 @@ class _Positions(Comparison):
         return out
 
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
-        vocab = self.model.vocab_size
         for row, place in enumerate(self.places()):
             if place[0] < DEFINED:
                 self.kept[place] = exact[row]
             for wanted in self._wanted.pop(place, ()):
                 answer, index = wanted.answer, wanted.index
-                choose = None if index is None else chooser(answer, index, vocab)
+                choose = None if index is None else chooser(answer, index)
                 token = None if index is None else answer.tokens[index]
                 params = answer.ask.params
                 by_logits = params.greedy and not params.needs_processors
                 judge = partial(
                     judge_row, wanted.place, token=token, choose=choose, by_logits=by_logits
                 )
-                found = judge(exact[row], faithful[row], wanted.logprobs)
+                found = judge(exact[row], faithful[row], wanted.logprobs, ranks=wanted.ranks)
                 if found.flip is not None and not found.flip.tie:
                     found = replace(found, flip=self._own_flip(wanted.run, row, judge, found.flip))
                 rows = self.rows[wanted.run]
@@ -466,12 +436,16 @@ def _wanted(run: tuple[str, str], number: int, answer: Answer) -> Iterator[tuple
     for position, top in enumerate(answer.prompt_logprobs or ()):
         if top is not None:
             place = f"request {number}, prompt token {position}"
-            yield position - 1, _Wanted(run, place, _values(top), answer, None)
+            yield position - 1, _Wanted(run, place, *_values(top), answer, None)
     for index in range(len(answer.tokens)):
         top = answer.logprobs[index] if index < len(answer.logprobs) else {}
         place = f"request {number}, token {index} (position {start + index})"
-        yield start + index - 1, _Wanted(run, place, _values(top), answer, index)
+        yield start + index - 1, _Wanted(run, place, *_values(top), answer, index)
 
 
-def _values(top: TokenLogprobs) -> dict[int, float]:
-    return {token: found.logprob for token, found in top.items()}
+def _values(top: TokenLogprobs) -> tuple[dict[int, float], dict[int, int]]:
+    """Log-probabilities and ranks by token."""
+    return (
+        {token: found.logprob for token, found in top.items()},
+        {token: found.rank for token, found in top.items()},
+    )

@@ -11,10 +11,14 @@ import numpy as np
 
 from ..reference import sampling
 from ..testing import Arguments, Case, Testing, judged_by
+from . import plain_sampling
 from .generators import generator, strided
 
-ONE, FAR, MASKED = sampling.ONE, sampling.FAR, sampling.MASKED
+# Written apart from the reference, which they judge: see `ops.reference.sampling`.
+ONE, FAR, MASKED, MAX_LOGIT, MAX_COUNT, TOP = 65536, 1 << 22, -(2**31) + 1, 8192, 4096, 20
 LOG2_E = 1.4426950408889634
+UNDECIDED = -2
+"""What the truth of a row is where rounding decides. Cases have no such rows."""
 
 
 def _logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
@@ -249,7 +253,7 @@ class _Penalties:
         if self.fault == "presence of unseen tokens":
             return np.where(open_ & (output == 0), scores - a["presence"][:, None], scores)
         if self.fault == "counts without limit":
-            over = np.maximum(output - sampling.MAX_COUNT, 0)
+            over = np.maximum(output - MAX_COUNT, 0)
             return np.where(open_, scores - a["frequency"][:, None] * over, scores)
         if self.fault != "bias penalised too":
             return scores
@@ -259,7 +263,7 @@ class _Penalties:
 
 
 def _plain_penalties(xp: Any, **a: Any) -> np.ndarray:
-    """penalties token by token, from its description."""
+    """penalties row by row from its description, [row vocab] int32."""
     scores = np.empty(a["logits"].shape, np.int32)
     for row, logits in enumerate(a["logits"]):
         prompt, kept = int(a["prompt_len"][row]), int(a["history_row"][row])
@@ -270,20 +274,23 @@ def _plain_penalties(xp: Any, **a: Any) -> np.ndarray:
         bias = Counter[int]()
         for token, added in zip(a["bias_ids"][row].tolist(), a["bias"][row].tolist(), strict=True):
             bias[token] += added
-        for token, logit in enumerate(logits):
-            word = int(a["mask"][row, token // 32]) >> token % 32
-            if np.isnan(logit) or not word & 1:
-                scores[row, token] = MASKED
-                continue
-            factor = np.float32(1.0)
-            if token in seen:
-                factor = a["repetition_inverse" if logit > 0 else "repetition"][row]
-            scaled = logit * (factor * np.float32(ONE))
-            limit = sampling.MAX_LOGIT * ONE
-            score = round(float(np.clip(scaled, -limit, limit)))
-            count = min(counts[token], sampling.MAX_COUNT)
-            taken = int(a["frequency"][row]) * count + (int(a["presence"][row]) if count else 0)
-            scores[row, token] = score - taken + bias[token]
+        tokens = np.arange(len(logits))
+        was_seen = np.isin(tokens, list(seen))
+        factor = np.where(logits > 0, a["repetition_inverse"][row], a["repetition"][row]).astype(
+            np.float32
+        )
+        scaled = logits * (np.where(was_seen, factor, np.float32(1.0)) * np.float32(ONE))
+        limit = MAX_LOGIT * ONE
+        score = np.rint(np.clip(np.where(np.isnan(scaled), 0.0, scaled), -limit, limit))
+        score = score.astype(np.int64)
+        for token, count in counts.items():
+            score[token] -= int(a["frequency"][row]) * min(count, MAX_COUNT)
+            score[token] -= int(a["presence"][row])
+        for token, added in bias.items():
+            if token >= 0:
+                score[token] += added
+        open_ = (a["mask"][row][tokens // 32] >> (tokens % 32)) & 1
+        scores[row] = np.where(np.isnan(logits) | (open_ == 0), MASKED, score)
     return scores
 
 
@@ -444,6 +451,46 @@ def _many_words(rows: int = 3, vocab: int = 262_208) -> Arguments:
     }  # fmt: skip
 
 
+def _plain_sample(
+    xp: Any,
+    logits: np.ndarray,
+    scores: np.ndarray,
+    position: np.ndarray,
+    seed_lo: np.ndarray,
+    seed_hi: np.ndarray,
+    greedy: np.ndarray,
+    scale: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    min_p: np.ndarray,
+    filtered: bool,
+) -> np.ndarray:
+    """sample row by row from its description, [row] int32: filters by sorted distances and their
+    cumulated weights, noise in float64. The distances alone are rounded as the op says.
+    """
+    tokens = np.full(len(logits), -1, np.int32)
+    words = np.arange(logits.shape[1])
+    for row in np.flatnonzero(np.isfinite(logits).all(axis=1)):
+        gap = scores[row].max() - scores[row].astype(np.int64)
+        if greedy[row] > 0:
+            tokens[row] = np.lexsort((words, -logits[row].astype(np.float64), gap))[0]
+            continue
+        # A product of two float32 is exact in float64, so that this rounds it once.
+        product = np.minimum(gap, 1 << 24) * np.float64(scale[row])
+        far = np.rint(np.minimum(product.astype(np.float32), FAR)).astype(np.float64) / ONE
+        far = np.where(scores[row] == MASKED, np.inf, far)
+        sure = maybe = np.isfinite(far)
+        if filtered:
+            sure, maybe = plain_sampling.kept(
+                far, min_p[row] / ONE, int(top_k[row]), top_p[row] / ONE
+            )
+        seed = (int(seed_hi[row]) << 32) + (int(seed_lo[row]) & 0xFFFFFFFF)
+        bits = plain_sampling.random_bits(words, int(position[row]), seed)
+        token, within = plain_sampling.draw(far, plain_sampling.gumbel(bits), sure, maybe)
+        tokens[row] = token if within.sum() == 1 else UNDECIDED
+    return tokens
+
+
 class _Sample:
     """sample with one thing wrong."""
 
@@ -594,7 +641,7 @@ judged_by(
             "min_p",
         ),
         mutants={fault: _Sample(fault) for fault in SAMPLE_FAULTS},
-        truth=_Sample(""),
+        truth=_plain_sample,
     ),
 )
 
@@ -647,6 +694,21 @@ def _penalised_cases(dtype: str) -> Iterator[Case]:
         partial(_penalised_arguments, generator("bench penalised_sample"), 256, 128_256),
         ("bench",),
     )
+
+
+def _plain_penalised_sample(ops: Any, **a: Any) -> np.ndarray:
+    """penalised_sample by the plain ones of its parts, [row] int32."""
+    own = {name: a.pop(name) for name in PENALTIES}
+    logits = a.pop("logits")
+    scores = _plain_penalties(_numpy(), logits=logits, **own)
+    return _plain_sample(_numpy(), logits, scores, **a)
+
+
+PENALTIES = (
+    *("history", "history_row", "last", "prompt_len", "presence", "frequency", "repetition"),
+    *("repetition_inverse", "bias_ids", "bias", "mask"),
+)
+"""What penalties takes beside logits."""
 
 
 class _PenalisedSample:
@@ -703,7 +765,7 @@ judged_by(
             *("position", "seed_lo", "seed_hi", "greedy", "scale", "top_k", "top_p", "min_p"),
         ),
         mutants={fault: _PenalisedSample(fault) for fault in PENALISED_FAULTS},
-        truth=_PenalisedSample(""),
+        truth=_plain_penalised_sample,
     ),
 )
 
@@ -736,7 +798,7 @@ def _top_magnitude(a: Arguments) -> Any:
     """A difference of two numbers as large as the largest logit; ranks and ids are integers."""
     x, chosen = a["logits"], a["chosen"]
     best = np.abs(x.max(-1)) + np.log(x.shape[1])
-    top = -np.sort(-x, axis=-1)[:, : sampling.TOP]
+    top = -np.sort(-x, axis=-1)[:, :TOP]
     at = np.abs(np.take_along_axis(x, chosen[:, None], 1)[:, 0])
     return at + best, None, None, np.abs(top) + best[:, None]
 
@@ -752,7 +814,7 @@ def _wrong_top(xp: Any, logits: Any, chosen: Any, fault: str) -> Any:
         norm = np.log2(np.exp(shifted).sum(-1)) + best[:, 0]
     elif fault == "maximum not taken off":
         norm = np.log(np.exp(logits.astype(np.float32)).sum(-1))
-    k = min(sampling.TOP, logits.shape[1])
+    k = min(TOP, logits.shape[1])
     ids = np.argsort(-logits, axis=-1, kind="stable")[:, :k].astype(np.int32)
     if fault == "normalised over the best":
         norm = np.log(np.exp(np.take_along_axis(shifted, ids, 1)).sum(-1)) + best[:, 0]

@@ -1,7 +1,9 @@
 """What engines served, judged: clean runs pass, and faults of what only an engine has are seen."""
 
 import json
+import sys
 from collections import Counter
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +20,15 @@ from twinfer.numerics.sides.serving import Answer, Ask, Served, refusal
 from twinfer.numerics.sides.subject import open_subject, parse_target
 from twinfer.ops import REGISTRY
 from twinfer.serving.cli import main
-from twinfer.shared import config, kv_manager, packer, prefix_cache, xla_config
+from twinfer.shared import (
+    config,
+    engine,
+    kv_manager,
+    packer,
+    prefix_cache,
+    sampling_encoding,
+    xla_config,
+)
 from twinfer.shared.config import DeviceInfo
 from twinfer.shared.errors import ConfigError, RequestError
 from twinfer.shared.models import decoder
@@ -244,6 +254,83 @@ def test_a_fault_of_the_engine_is_seen_and_placed(small_model, monkeypatch, faul
     assert any(HELD[fault] in text for text in diff.problems) if fault in HELD else True
 
 
+def encoded(function, change):
+    """Plants `change(numbers, params)` behind a function of `sampling_encoding`, wherever it is
+    known: as if it were written so.
+    """
+
+    def plant(monkeypatch):
+        right = getattr(sampling_encoding, function)
+
+        def wrong(params, *more):
+            return change(right(params, *more), params)
+
+        for name, where in list(sys.modules.items()):
+            if name.startswith("twinfer.") and getattr(where, function, None) is right:
+                monkeypatch.setattr(where, function, wrong)
+
+    return plant
+
+
+def scaled_by_e(numbers, params):
+    return numbers | {"scale": 1.0 / (params.temperature or 1.0)}
+
+
+def min_p_in_nats(numbers, params):
+    off = params.min_p == 0.0
+    return numbers | {"min_p": numbers["min_p"] if off else round(-np.log(params.min_p) * 65536)}
+
+
+def bias_after_temperature(numbers, params):
+    ids, values = numbers
+    return ids, [round(value * (params.temperature or 1.0)) for value in values]
+
+
+def penalties_swapped(numbers, params):
+    return numbers | {"presence": numbers["frequency"], "frequency": numbers["presence"]}
+
+
+ENCODINGS = {
+    "temperature by e": encoded("encode_sampling", scaled_by_e),
+    "min-p in nats": encoded("encode_sampling", min_p_in_nats),
+    "bias after the temperature": encoded("encode_bias", bias_after_temperature),
+    "presence and frequency swapped": encoded("encode_processors", penalties_swapped),
+}
+
+
+@pytest.mark.parametrize("fault", ENCODINGS)
+def test_parameters_that_are_encoded_wrong_are_seen(small_model, monkeypatch, fault):
+    ENCODINGS[fault](monkeypatch)
+    diff = check(small_model, definition="off")
+    assert diff.exit_code == 1
+    assert "tokens are not those of their logits" in "".join(diff.served[0].complaints)
+
+
+def test_ranks_that_begin_at_zero_are_seen(small_model, monkeypatch):
+    counted = SimpleNamespace(**vars(engine.itertools) | {"count": lambda first: count(first - 1)})
+    monkeypatch.setattr(engine, "itertools", counted)
+    diff = check(small_model, definition="off")
+    assert diff.exit_code == 1
+    assert "has rank 0" in "".join(diff.served[0].complaints)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "wrong"),
+    [
+        ({1: 1, 2: 2, 0: 3, 3: 4}, ""),
+        ({1: 2, 2: 1, 0: 3}, ""),  # which of the two is first, noise decides
+        ({1: 0}, "token 1 has rank 0, its logit has 1 to 2"),
+        ({1: 1, 2: 3}, "token 2 has rank 3, its logit has 1 to 2"),
+        ({0: 2}, "token 0 has rank 2, its logit has 3"),
+    ],
+)
+def test_ranks_are_those_of_the_logits_where_noise_does_not_decide(ranks, wrong):
+    exact = np.array([0.0, 5.0, 4.99, -3.0])
+    faithful = exact + 0.01 * np.array([1.0, -1.0, 1.0, -1.0])
+    row = judge_row("here", exact, faithful, dict.fromkeys(ranks, 0.0), None, None, ranks=ranks)
+    assert row.problem == (wrong and f"here: {wrong}")
+
+
 def test_a_mistake_that_all_share_is_our_definition(small_model, monkeypatch):
     right = decoder.rope_inverse_frequencies
 
@@ -345,7 +432,7 @@ def test_the_chooser_takes_what_the_sampler_is_asked_for():
 
     def chosen(index=0, tokens=(), **params):
         answer = Answer(Ask(prompt, SamplingParams(seed=3, **params)), list(tokens))
-        return int(chooser(answer, index, 4)(logits)[0])
+        return int(chooser(answer, index)(logits)[0])
 
     assert chosen(temperature=0.0) == 1
     assert chosen(temperature=0.0, logit_bias={3: 20.0}) == 3

@@ -2,21 +2,24 @@
 mutant.
 """
 
+import sys
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from math import inf
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from twinfer.ops import REGISTRY, OpError, testing
+from twinfer.ops import reference as references
 from twinfer.ops.cases import load_all
 from twinfer.ops.cases.attention import BELOW_ONE, equal_values
 from twinfer.ops.choosing import last_implementation
 from twinfer.ops.implement import IMPLEMENTATIONS
 from twinfer.ops.namespaces import namespace
-from twinfer.ops.reference import narrow
+from twinfer.ops.reference import narrow, sampling
 from twinfer.ops.testing import (
     DTYPES,
     TESTING,
@@ -25,6 +28,7 @@ from twinfer.ops.testing import (
     Judge,
     ci_cases,
     detect,
+    oracle,
     providers,
     run_mutant,
     undetected,
@@ -462,6 +466,74 @@ def test_what_mutants_are_made_of_passes(op):
         for case, judge, like in judged_cases(op, dtype):
             verdict = judge(run_mutant(op, TESTING[op].truth, case.arguments, like))
             assert verdict.passed, f"{dtype}, {case.name}: {verdict}"
+
+
+PART = "a part that is an op of its own, with a truth that calls no reference"
+CODES = "how numbers of few bits are read: linear_grouped has no truth of its own yet"
+STORED = "how a cache stores numbers: judged through write_kv, whose truth calls no reference"
+TRUTHS_THAT_CALL_REFERENCES = {
+    "gated_mlp": {"dense.linear": PART},
+    "gelu_gated_mlp": {"dense.linear": PART},
+    "grouped_linear": {
+        f"narrow.{name}": CODES for name in ("_scaled", "entries", "widened_weight")
+    },
+    "moe_experts_narrow": {
+        f"narrow.{name}": CODES for name in ("_scaled", "entries", "widened_weight")
+    },
+    "norm_rope": {
+        f"dense.{name}": PART for name in ("_rotate", "along", "rms_norm", "rotary_embedding")
+    },
+    "norm_rope_write_kv": {
+        **{f"dense.{name}": PART for name in ("_rotate", "along", "rms_norm", "rotary_embedding")},
+        **{f"norms.{name}": PART for name in ("_rms", "unit_rms_norm")},
+        "paged.write_kv": PART,
+        **{
+            f"quantization.{name}": STORED
+            for name in (
+                *("_saturated", "_to_fp8", "_to_int8", "exact_quotient", "reciprocal", "stored"),
+            )
+        },
+    },
+}
+"""By op: functions of `ops.reference` that its truth calls all the same, and why. What is wrong in
+them the truth cannot see.
+"""
+
+
+def called_of_the_references(op, function):
+    """Functions of `ops.reference` that run while `function` computes the cases of an op in its
+    first dtype.
+    """
+    found = set()
+
+    def note(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.parent == Path(references.__file__).parent:
+            found.add(f"{path.stem}.{frame.f_code.co_name}")
+
+    for case in ci_cases(TESTING[op], TESTING[op].dtypes[0]):
+        given = case.arguments
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            oracle(op, given, function)
+        finally:
+            sys.setprofile(before)
+    return found
+
+
+@pytest.mark.parametrize(
+    "op", [op for op in OPS if op in TESTING and TESTING[op].truth is not None]
+)
+def test_a_truth_calls_no_reference(op):
+    """It would agree with whatever is wrong there."""
+    found = called_of_the_references(op, TESTING[op].truth)
+    assert found == set(TRUTHS_THAT_CALL_REFERENCES.get(op, {}))
+
+
+def test_a_truth_that_calls_a_reference_is_found():
+    found = called_of_the_references("sample", lambda xp, **a: sampling.sample(xp, **a))
+    assert {"sampling.sample", "sampling._top_k_limit", "sampling._mix"} <= found
 
 
 BOUNDED = [

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 
 from twinfer.ops import resolve
+from twinfer.ops.cases import load_all, plain_sampling
+from twinfer.ops.cases.sampling import UNDECIDED, _PenalisedSample, _Sample
 from twinfer.ops.namespaces import namespace
 from twinfer.ops.reference import sampling
+from twinfer.ops.testing import TESTING, ci_cases, oracle
 from twinfer.shared.sampling_encoding import (
     encode_bias,
     encode_mask,
@@ -15,6 +18,7 @@ from twinfer.shared.sampling_encoding import (
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.step import BIAS_SLOTS
 
+load_all()
 NUMPY = resolve("numpy").bind()
 NUMPY_SPACE = namespace("numpy")
 FIELDS = ("position", "seed_lo", "seed_hi", "greedy", "scale", "top_k", "top_p", "min_p")
@@ -329,3 +333,118 @@ def test_top_logprobs(framework):
     np.testing.assert_array_equal(ids, order[:, :20])
     np.testing.assert_allclose(top, np.take_along_axis(want, order[:, :20], 1), atol=2e-5)
     assert rank.tolist() == [int(np.where(order[i] == chosen[i])[0][0]) + 1 for i in range(5)]
+
+
+# --- what judges the sampler
+# --------------------------------------------------------------------------------------------------
+
+HASHED = [
+    ((0, 0, 0), 288260088),
+    ((1, 2, 3 + (4 << 32)), 314172625),
+    ((151935, 131071, 2**63 - 5), 106762342),
+    ((7, 1000000, 123456789 * 2**32 + 2**31), 2130550275),
+]
+"""(token, position, seed) and the 31 bits that they have on every backend."""
+
+
+@pytest.mark.parametrize(("given", "bits"), HASHED)
+def test_the_bits_of_a_token_never_change(given, bits):
+    token, position, seed = given
+    values = encode_sampling(SamplingParams(), seed)
+    columns = [np.array([x], np.int32) for x in (token, position)]
+    seeds = [np.array([values[name]], np.int32) for name in ("seed_lo", "seed_hi")]
+    assert sampling.hash_tokens(NUMPY_SPACE, *columns, *seeds).tolist() == [bits]
+    assert plain_sampling.random_bits(np.array([token]), position, seed).tolist() == [bits]
+
+
+def test_the_finaliser_is_that_of_murmurhash3():
+    """Known values of `fmix32`."""
+    x = np.array([0, 1, 0xFFFFFFFF], np.uint64)
+    assert plain_sampling._finalise(x).tolist() == [0, 0x514E28B7, 0x81F16F39]
+
+
+def test_weights_are_powers_of_two_to_the_stated_precision():
+    far = np.arange(27 << 16, dtype=np.int32)[None]
+    got = sampling.exp2_negative(NUMPY_SPACE, far)[0]
+    least, most = plain_sampling._weights(far[0] / 65536, 0.0)
+    # So many words have one bit less.
+    assert ((got >> 1 >= least) & (got >> 1 <= most)).all()
+    least, most = plain_sampling._weights(far[0, ::8] / 65536, 0.0)
+    assert ((got[::8] >= least) & (got[::8] <= most)).all()
+
+
+FAULTS = {
+    "top-p before top-k": ("_top_p_limit", lambda right: _top_p_of_all),
+    "top-k one more": (
+        "_top_k_limit",
+        lambda right: lambda xp, far, keep, k: right(xp, far, keep, xp.where(k > 0, k + 1, 0)),
+    ),
+    "top-p passed, not reached": (
+        "_top_p_limit",
+        lambda right: lambda xp, far, keep, p: right(xp, far, keep, xp.minimum(p + 1, 65536)),
+    ),
+    "noise without position": (
+        "hash_tokens",
+        lambda right: lambda xp, token, position, *seed: right(xp, token, position * 0, *seed),
+    ),
+    "another hash": (
+        "_mix",
+        lambda right: lambda xp, x: right(xp, x) ^ 1,
+    ),
+    "noise of half size": (
+        "gumbel_log2",
+        lambda right: lambda xp, bits: right(xp, bits) >> 1,
+    ),
+    "weights too flat": (
+        "exp2_negative",
+        lambda right: lambda xp, x: right(xp, x >> 1),
+    ),
+    "counts end at 255": ("MAX_COUNT", lambda right: 255),
+}
+"""By what is wrong in the reference: which of its helpers, and what it becomes."""
+
+
+def _top_p_of_all(xp, far, keep, top_p):
+    return sampling._mass_limit(xp, far, sampling._weights(xp, far), top_p)
+
+
+def differing(op):
+    """Cases of an op in which its reference and its truth are not equal."""
+    testing = TESTING[op]
+    return [
+        case.name
+        for case in ci_cases(testing, "float32")
+        if (oracle(op, case.arguments)[0] != oracle(op, case.arguments, testing.truth)[0]).any()
+    ]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_truth_sees_faults_of_the_reference(fault, monkeypatch):
+    helper, wrong = FAULTS[fault]
+    monkeypatch.setattr(sampling, helper, wrong(getattr(sampling, helper)))
+    assert differing("penalties" if helper == "MAX_COUNT" else "sample")
+    if helper in ("hash_tokens", "_mix", "gumbel_log2"):
+        assert differing("penalised_sample")
+
+
+@pytest.mark.parametrize("op", ["sample", "penalised_sample"])
+def test_the_truth_decides_every_row(op):
+    for case in ci_cases(TESTING[op], "float32"):
+        assert (oracle(op, case.arguments, TESTING[op].truth)[0] != UNDECIDED).all()
+
+
+def test_what_mutants_of_the_sampler_are_made_of_is_right():
+    for op, right in (("sample", _Sample("")), ("penalised_sample", _PenalisedSample(""))):
+        for case in ci_cases(TESTING[op], "float32"):
+            got, want = oracle(op, case.arguments, right)[0], oracle(op, case.arguments)[0]
+            np.testing.assert_array_equal(got, want)
+
+
+def test_rows_that_rounding_decides_are_said():
+    """Two words whose noise differs by less than it may be off, and a mass that is just met."""
+    all_ = np.ones(2, bool)
+    noise = np.array([1.0, 1.0 + plain_sampling.NOISE_ERROR])
+    assert plain_sampling.draw(np.zeros(2), noise, all_, all_)[1].all()
+    far = np.array([0.0, -np.log2(1 / 3), -np.log2(1 / 3)])
+    sure, maybe = plain_sampling.kept(far, 64.0, 0, 0.6)
+    assert (sure.tolist(), maybe.tolist()) == ([True, False, False], [True, True, True])
