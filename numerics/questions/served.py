@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -34,7 +34,7 @@ from ..judging.amplification import HOPELESS, TRIES
 from ..judging.diff import Diff
 from ..judging.gates import MODES, Mode, semantics, walk
 from ..judging.metrics import Flip, measure
-from ..judging.served import Choose, Row, judge_row, judge_rows
+from ..judging.served import BEHIND, WITHOUT_STREAMS, Choose, Row, judge_row, judge_rows
 from ..judging.streams import StreamErrors, judge_streams
 from ..judging.weights import check_held
 from ..progress import Progress, silent
@@ -49,11 +49,16 @@ from .model import Caches, Comparison, Streams
 Definition = Literal["auto", "transformers", "off"]
 
 RUNS: dict[str, dict[str, Any]] = {
-    "steps": {"tight": True, "decode_steps": 1},
+    "steps": {"tight": True, "decode_steps": 1, "wide": True},
     "loops": {"tight": False, "decode_steps": 4},
+    "plain": {"tight": True, "decode_steps": 1, "wide": True, "streams": False},
 }
-"""How an engine runs: with a cache for half of the requests, and with decode loops."""
+"""How an engine runs: with a cache for half of the requests, with decode loops, and once more as
+the first by the programs that users get, which give no streams.
+"""
 NEW_TOKENS = 24
+LONG_TOKENS = 48
+"""The same of the one request that fills the context: it goes on when the others have ended."""
 BEST = 8
 """Log-probabilities of a position that are asked for."""
 SPREAD = 0x9E3779B97F4A7C15 >> 12
@@ -72,8 +77,9 @@ def workload(
     """Requests that reach every kind of step. `prompts` stand for those of its own. `loops`: none
     asks for what the host must see between two tokens.
 
-    The first wave has more requests than run at once. In it are two whose second pages are equal
-    and whose first are not. The second wave begins with what the first computed.
+    The first wave has more requests than run at once. Its first fills the context, holds the first
+    page, and ends last. In it are two whose second pages are equal and whose first are not. The
+    second wave begins with what the first computed.
 
     Raises ConfigError for a context that is too short for these, RequestError for a prompt that
     is too long for it.
@@ -100,7 +106,9 @@ def workload(
     room = longest - 2 * page
     shared = some(page)
     twins = [np.concatenate([some(page), shared, some(min(5, room))]) for _ in range(2)]
-    first = [*given, *twins, *(some(min(n, longest)) for n in (2 * page + 3, 7, page))]
+    after = min(LONG_TOKENS, subject.max_model_len // 2)
+    context = some(subject.max_model_len - after)
+    first = [context, *given, *twins, *(some(min(n, longest)) for n in (2 * page + 3, 7, page))]
     again = [np.concatenate([ids[:-1], some(6)])[:longest] for ids in (*twins, *given[:4])]
     settings: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -120,10 +128,12 @@ def workload(
         for prompt in group:
             index = len(asks)
             params = SamplingParams(
-                seed=(1000 + index) * SPREAD, max_tokens=NEW_TOKENS - index % 9, ignore_eos=True,
+                seed=(1000 + index) * SPREAD, ignore_eos=True,
+                max_tokens=NEW_TOKENS - index % 9 if index else after,
                 # The programs without log-probabilities run too, and those of prompts.
                 logprobs=BEST if wave == 0 and not loops else None,
-                prompt_logprobs=BEST if wave == 0 and not loops and index % 4 == 0 else None,
+                # The first two fill more than a step: one of their prompts is read in parts.
+                prompt_logprobs=BEST if wave == 0 and not loops and index % 4 < 2 else None,
                 **settings[index % len(settings)],
             )  # fmt: skip
             asks.append(Ask(prompt, params, wave))
@@ -136,7 +146,8 @@ def check_served(
     progress: Progress = silent,
 ) -> Diff:  # fmt: skip
     """Serve the workload by an engine of each target, in each of RUNS, and judge what came out: in
-    float32 (mode S), and in the run dtype (P) where that is another.
+    float32 (mode S), and in the run dtype (P) where that is another. Programs without streams run
+    in the last of these alone.
 
     `definition` says whether transformers is asked about the reference; auto: if it is installed.
     Raises ConfigError, RequestError, ModelError, BackendUnavailable, NotComparable.
@@ -147,11 +158,12 @@ def check_served(
     else:
         said = "not checked" if definition == "off" else None
     whole = Diff(tuple(named))
+    if subject.dtype == "float32" and "S" in modes:
+        modes = [mode for mode in modes if mode != "P"]
     for mode in modes:
         where = subject.for_mode(mode)
-        if mode == "P" and subject.dtype == "float32" and "S" in modes:
-            continue
-        diff = _check(where, named, mode, prompts, said, progress)
+        runs = RUNS if mode == modes[-1] else [run for run in RUNS if run != "plain"]
+        diff = _check(where, named, mode, runs, prompts, said, progress)
         whole.extend(diff)
         whole.environment |= diff.environment
         said = whole.environment["definition"]
@@ -159,15 +171,16 @@ def check_served(
 
 
 def _check(
-    subject: Subject, targets: Mapping[str, Target], mode: Mode,
+    subject: Subject, targets: Mapping[str, Target], mode: Mode, names: Iterable[str],
     prompts: Sequence[np.ndarray] | None, definition: str | None, progress: Progress,
 ) -> Diff:  # fmt: skip
-    """The same in one dtype. `definition` is what is known of it; None: ask."""
+    """The same in one dtype, in the runs `names`. `definition`: what is known of it; None: ask."""
     started = time.perf_counter()
     runs: dict[tuple[str, str], Served] = {}
     held = Diff(tuple(targets))
     for name, target in targets.items():
-        for run, options in RUNS.items():
+        for run in names:
+            options = RUNS[run]
             steps = options["decode_steps"]
             if run == "loops" and (why := refusal(subject, target, decode_steps=steps)):
                 held.notes.append(f"{name}: not run with loops of decode steps: {why}")
@@ -205,10 +218,10 @@ def _not_reached(run: str, served: Served, keeps: bool) -> Iterator[str]:
     wanted = {"mixed": served.steps["mixed"]}
     if keeps:
         wanted |= {"prefix cache": served.cached}
-    if run == "steps":
-        wanted |= {"decode": served.steps["decode"], "preemption": served.preemptions}
-    else:
+    if run == "loops":
         wanted |= {"loop": served.steps["loop"]}
+    else:
+        wanted |= {"decode": served.steps["decode"], "preemption": served.preemptions}
     yield from (f"{what}: none in the run {run!r}" for what, count in wanted.items() if not count)
 
 
@@ -336,6 +349,7 @@ class _Positions(Comparison):
         self._passes = {
             run: _Passes(served, [known[answer.sequence.tobytes()] for answer in served.answers])
             for run, served in runs.items()
+            if run[1] != "plain"
         }
 
     def judge(self, progress: Progress) -> Diff:
@@ -350,19 +364,27 @@ class _Positions(Comparison):
             diff.missing.append(f"{left} served positions: the reference did not compute them")
         for (side, run), served in self.runs.items():
             tokens = sum(len(answer.tokens) for answer in served.answers)
-            errors = self._passes[side, run].errors
-            sigmas, first_wrong = judge_streams(errors, self.mode)
+            where = f"{side}, mode {self.mode}"
+            sigmas: tuple[float, ...] = ()
+            first_wrong, behind = "", WITHOUT_STREAMS
+            if any(
+                one.side == side and one.run == "steps" and one.complaints for one in diff.served
+            ):
+                behind = "as in the run 'steps'"
+            if (side, run) in self._passes:
+                errors = self._passes[side, run].errors
+                sigmas, first_wrong = judge_streams(errors, self.mode)
+                behind = BEHIND
+                if errors.missing:
+                    diff.missing.append(f"{where}: {errors.missing} tokens of the passes of {run}")
             found = judge_rows(
-                self.rows[side, run], self.mode, tokens, first_wrong, side=side, run=run,
+                self.rows[side, run], self.mode, tokens, first_wrong, behind, side=side, run=run,
                 streams=sigmas, requests=len(served.answers), steps=dict(served.steps),
                 preemptions=served.preemptions, cached=served.cached,
             )  # fmt: skip
             diff.served.append(found)
-            where = f"{side}, mode {self.mode}"
             diff.problems += [f"{where}, {run}: {text}" for text in _wrong_ends(served)]
             diff.missing += [f"{where}: {text}" for text in _not_reached(run, served, keeps)]
-            if errors.missing:
-                diff.missing.append(f"{where}: {errors.missing} tokens of the passes of {run}")
         for side in dict.fromkeys(side for side, _ in self.runs) if not keeps else ():
             if not any(served.cached for (name, _), served in self.runs.items() if name == side):
                 diff.missing.append(f"{side}, mode {self.mode}: prefix cache: none in any run")
@@ -419,9 +441,11 @@ class _Positions(Comparison):
 
     def _own_ends(self, run: tuple[str, str], row: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Logits [vocab] of both references, of the streams that the engine itself had behind its
-        layers at a row of this step: of each pass that finished it.
+        layers at a row of this step: of each pass that finished it. A run without streams has those
+        of the same steps with them.
         """
-        hidden, residual = self._passes[run].ends(row)
+        side, name = run
+        hidden, residual = self._passes[side, "steps" if name == "plain" else name].ends(row)
         return [*zip(*self.ends_of(hidden, residual), strict=True)] if len(hidden) else []
 
     def _own_flip(

@@ -138,16 +138,19 @@ class _Noted:
 def serve(
     subject: Subject, target: Target, asks: Sequence[Ask], *, tight: bool = False,
     inspect: Callable[[Engine], None] = lambda engine: None, streams: bool = True,
+    wide: bool = False,
     progress: Progress = lambda text: None, **options: Any,
 ) -> Served:  # fmt: skip
     """Serve `asks` by an engine of `target`, with the engine options `options`. `inspect` gets the
     engine before it serves.
 
     `streams`: its programs give what they pass from layer to layer. `tight`: with a cache that
-    holds about half of the requests that run at once, so that some are preempted. Raises
-    ConfigError, ModelError, BackendUnavailable, RequestError.
+    holds about half of the requests that run at once, so that some are preempted. `wide`: with
+    steps of half as many tokens again, so that what is computed in parts of the usual size has a
+    second. Raises ConfigError, ModelError, BackendUnavailable, RequestError.
     """
-    with _engine(subject, target, asks, tight, streams, options) as engine:
+    most = subject.most_tokens * 3 // 2 if wide else subject.most_tokens
+    with _engine(subject, target, asks, tight, streams, most, options) as engine:
         inspect(engine)
         watched: Any = _Watched(engine)
         engine.worker = watched
@@ -193,10 +196,10 @@ def _configured(
 
 @contextmanager
 def _engine(
-    subject: Subject, target: Target, asks: Sequence[Ask], tight: bool, streams: bool,
+    subject: Subject, target: Target, asks: Sequence[Ask], tight: bool, streams: bool, most: int,
     options: dict[str, Any],
 ) -> Iterator[Engine]:  # fmt: skip
-    most = subject.most_tokens
+    options = {"max_num_batched_tokens": most} | options
     if target.backend == "jax":
         # Few programs: each takes seconds to compile.
         options = {"decode_sizes": (subject.max_num_seqs,), "mixed_sizes": (most,)} | options

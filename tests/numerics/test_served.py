@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from twinfer.gpu import module, plumbing, worker
+from twinfer.gpu import module, plumbing, regional, worker
 from twinfer.numerics.judging.served import Row, judge_row, judge_rows
 from twinfer.numerics.judging.streams import StreamErrors, judge_streams
 from twinfer.numerics.questions import served
+from twinfer.numerics.questions.selftest_model import open_model
 from twinfer.numerics.questions.served import check_served, chooser, workload
 from twinfer.numerics.sides import sampling, serving
 from twinfer.numerics.sides.serving import Answer, Ask, Served, refusal
@@ -46,12 +47,18 @@ def test_a_right_engine_passes(small_model, backend, mode):
     diff = check(small_model, mode, backend)
     diff.assert_ok()
     assert diff.exit_code == 0
-    steps, loops = diff.served
+    steps, loops, plain = diff.served
     assert steps.positions > 200
     assert min(steps.steps["mixed"], steps.steps["decode"], steps.preemptions, steps.cached) > 0
     assert loops.steps["loop"] > 0
     assert loops.tokens > 200
     assert len(steps.streams) == len(loops.streams) == 3
+    assert not plain.streams
+    assert (plain.steps, plain.positions, plain.tokens) == (
+        steps.steps,
+        steps.positions,
+        steps.tokens,
+    )
     assert 0.0 < max(steps.streams) < 3.0
     assert "transformers" in diff.environment["definition"]
 
@@ -106,7 +113,7 @@ def test_a_run_that_the_configuration_refuses_is_left_out_and_said(small_model, 
         config, "check_ladders", lambda config, *_: xla_config.check_torch_xla(config, "int8")
     )
     diff = check(small_model)
-    assert [run.run for run in diff.served] == ["steps"]
+    assert [run.run for run in diff.served] == ["steps", "plain"]
     (note,) = diff.notes
     assert note.startswith("a torch:cpu: not run with loops of decode steps: decode_steps: got 4, ")
     assert note.endswith("it has none")
@@ -210,6 +217,54 @@ def last_layer_mixes(monkeypatch):
     monkeypatch.setattr(decoder, "layer", layer)
 
 
+def rotary_rows_end(monkeypatch):
+    """Positions from 200 on have the rotary rows of position 200."""
+    right = plumbing.select
+
+    def select(ids, positions, *others):
+        return right(ids, positions.clamp(max=200), *others)
+
+    monkeypatch.setattr(plumbing, "select", select)
+
+
+def target_at_a_chunks_end_lost(monkeypatch):
+    """The last token of a chunk is not told the log-probability of the prompt's next token."""
+    right = packer._prompt_targets
+
+    def targets(step, table):
+        found = right(step, table)
+        if found is not None:
+            ends = np.cumsum(step.ends - step.starts) - 1
+            found[ends[step.ends < table.prompt_len[step.rows]]] = -1
+        return found
+
+    monkeypatch.setattr(packer, "_prompt_targets", targets)
+
+
+def parts_of_a_prompt_are_its_first(monkeypatch):
+    """Log-probabilities of a step's prompts are those of its first 64 tokens, again and again."""
+    right = worker.TorchWorker._prompt_logprobs
+
+    def logprobs(self, targets, hidden):
+        parts = hidden.split(worker.PROMPT_ROWS)
+        return right(self, targets, torch.cat([parts[0][: len(part)] for part in parts]))
+
+    monkeypatch.setattr(worker.TorchWorker, "_prompt_logprobs", logprobs)
+
+
+def padding_lives_in_loops(monkeypatch):
+    """The first padding of a loop goes on like a request, and writes to page 0."""
+    right = plumbing.advance
+
+    def advance(fields, pages, page_sizes):
+        counts = fields["counts"]
+        counts[1] += 1
+        right(fields, pages, page_sizes)
+        counts[1] -= 1
+
+    monkeypatch.setattr(plumbing, "advance", advance)
+
+
 BEHIND = "behind the layers"
 FAULTS = {
     layer_twice: {"steps": "layer.1, in step 1", "loops": "layer.1, in step 1"},
@@ -220,6 +275,10 @@ FAULTS = {
     # Keys of the first layer know nothing of the pages before: the second layer's do.
     pages_alone: {"steps": "layer.1, in step"},
     last_layer_mixes: {"steps": "layer.1, in step"},
+    rotary_rows_end: {"steps": "layer.0, in step", "loops": "layer.0, in step"},
+    target_at_a_chunks_end_lost: {"steps": BEHIND},
+    parts_of_a_prompt_are_its_first: {"steps": BEHIND},
+    padding_lives_in_loops: {"loops": "layer.0, in step"},
 }
 """By fault, the runs that show it at least, and where they are wrong first."""
 HELD = {layer_twice: "weights layer.1.", rounded_tables: "rotary table cos"}
@@ -242,6 +301,74 @@ def test_a_fault_of_the_engine_is_seen_and_placed(small_model, monkeypatch, faul
     for run, place in FAULTS[fault].items():
         assert places[run].startswith(place)
     assert any(HELD[fault] in text for text in diff.problems) if fault in HELD else True
+
+
+def torch_group_of_the_first_layer(monkeypatch):
+    """Without streams, the last layer reads the pages of the first one's group."""
+    right = regional.RegionalPass.layers
+
+    def layers(self, block, *others):
+        groups = self._groups
+        if self._keep is None:
+            self._groups = [groups[0]] * len(groups)
+        found = right(self, block, *others)
+        self._groups = groups
+        return found
+
+    monkeypatch.setattr(regional.RegionalPass, "layers", layers)
+
+
+def jax_group_of_the_first_layer(monkeypatch):
+    """The same of JAX's."""
+    from twinfer.tpu import layers
+
+    right = layers.ScannedPass._of_group
+
+    def of_group(self, group):
+        return right(self, group if self._kept is not None else 0)
+
+    monkeypatch.setattr(layers.ScannedPass, "_of_group", of_group)
+
+
+@pytest.mark.parametrize(
+    ("backend", "fault"),
+    [
+        ("torch", torch_group_of_the_first_layer),
+        pytest.param("jax", jax_group_of_the_first_layer, marks=pytest.mark.slow),
+    ],
+    ids=["torch", "jax"],
+)
+def test_programs_without_streams_are_judged_too(tmp_path, monkeypatch, backend, fault):
+    """They are those that users get."""
+    fault(monkeypatch)
+    subject = open_model(tmp_path, 1)
+    target = parse_target(f"{backend}:cpu")
+    diff = check_served(subject, [target], modes=("S",), definition="off")
+    wrong = {run.run: run.first_wrong for run in diff.served if run.complaints}
+    assert wrong == {"plain": "in the programs without streams, which users get"}
+    assert diff.exit_code == 1
+
+
+def test_what_is_wrong_with_streams_is_not_blamed_on_programs_without(small_model, monkeypatch):
+    late_sample(monkeypatch)
+    wrong = {run.run: run.first_wrong for run in check(small_model, definition="off").served}
+    assert wrong["steps"].startswith("layer.1, in step")
+    assert wrong["plain"] == "as in the run 'steps'"
+
+
+@pytest.mark.parametrize("length", [128, 256])
+@pytest.mark.parametrize("loops", [False, True])
+def test_one_request_fills_the_context(small_model, length, loops):
+    """Or what goes wrong at late positions, and across chunks of a prompt, is not seen."""
+    subject = open_subject(small_model, load_format="dummy", max_model_len=length)
+    asks = workload(subject, loops=loops)
+    ends = [len(ask.prompt) + ask.params.max_tokens for ask in asks]
+    assert ends[0] == max(ends) == length
+    assert asks[0].params.max_tokens > 2 * sorted(ask.params.max_tokens for ask in asks)[-2] - 1
+    if not loops:
+        assert asks[0].params.prompt_logprobs
+        assert asks[1].params.prompt_logprobs
+        assert len(asks[0].prompt) + len(asks[1].prompt) > subject.most_tokens * 3 // 2
 
 
 def test_a_mistake_that_all_share_is_our_definition(small_model, monkeypatch):
@@ -284,7 +411,8 @@ def without_prefixes(monkeypatch):
 def test_a_prefix_cache_that_no_run_reached_is_named(small_model, without_prefixes):
     diff = check(small_model, definition="off")
     assert diff.missing == [
-        f"a torch:cpu, mode S: prefix cache: none in the run {run!r}" for run in ("steps", "loops")
+        f"a torch:cpu, mode S: prefix cache: none in the run {run!r}"
+        for run in ("steps", "loops", "plain")
     ]
     assert diff.exit_code == 3
 
@@ -467,7 +595,7 @@ def test_the_command(small_model, tmp_path, capsys):
     assert shown.startswith("EQUAL within the gates")
     assert "definition: not checked" in shown
     record = json.loads(result.read_text())
-    assert [entry["run"] for entry in record["served"]] == ["steps", "loops"]
+    assert [entry["run"] for entry in record["served"]] == ["steps", "loops", "plain"]
     assert "--max-model-len" not in record["environment"]["command"]
     assert "--on torch:cpu" in record["environment"]["command"]
     assert main(["numerics", "report", str(result)]) == 0
