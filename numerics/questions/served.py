@@ -11,6 +11,7 @@ backends share, such as the model's definition, no comparison of them can show.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from ...shared.models.spec import Attention
 from ...shared.request import FinishReason
 from ...shared.sampling_encoding import encode_bias, encode_processors, encode_sampling
 from ...shared.sampling_params import SamplingParams
+from ...shared.step import STOP_SLOTS
 from ..judging.amplification import HOPELESS, TRIES
 from ..judging.diff import Diff
 from ..judging.gates import MODES, Mode, semantics, walk
@@ -137,7 +139,40 @@ def workload(
                 **settings[index % len(settings)],
             )  # fmt: skip
             asks.append(Ask(prompt, params, wave))
+    for extra in _particular(words, rng, subject.model.vocab_size, loops):
+        index = len(asks)
+        common = {"seed": (1000 + index) * SPREAD, "max_tokens": 12, "ignore_eos": True}
+        params = SamplingParams(**common | extra)
+        asks.append(Ask(some(min(9, longest)), params, 1, drawn_seed(subject.seed, index)))
     return asks
+
+
+def _particular(
+    words: np.ndarray, rng: np.random.Generator, vocab: int, loops: bool
+) -> Iterator[dict[str, Any]]:
+    """What the last requests ask for: no seed, stop ids, and masks. One stops for sure, by a bias,
+    as soon as it may. Of four tokens, those that may follow change with each token.
+    """
+    yield {"seed": None}
+    # As many as a loop of decode steps stops early for.
+    few = sorted({*words.tolist()})[: min(STOP_SLOTS, vocab // 4)]
+    yield {"min_tokens": 3, "stop_token_ids": few}
+    if loops:
+        return
+    stop = int(words[-1])
+    yield {
+        "temperature": 0.0, "min_tokens": 4, "stop_token_ids": [stop], "logit_bias": {stop: 100.0},
+    }  # fmt: skip
+    yield {"allowed_token_ids": sorted({*rng.integers(0, vocab, 12).tolist()})}
+    few = rng.choice(vocab, 4, replace=False).tolist()
+    banned = [*((token, token) for token in few), (few[0], few[1]), (few[2], few[3], few[0])]
+    yield {"allowed_token_ids": few, "banned_sequences": banned}
+
+
+def drawn_seed(seed: int, number: int) -> int:
+    """What an engine with `seed` draws for its request `number`, which names none: 64 bits."""
+    digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def check_served(
@@ -227,9 +262,44 @@ def _not_reached(run: str, served: Served, keeps: bool) -> Iterator[str]:
 
 def _wrong_ends(served: Served) -> Iterator[str]:
     for number, answer in enumerate(served.answers):
-        wanted, got = answer.ask.params.max_tokens, len(answer.tokens)
-        if answer.finish_reason is not FinishReason.LENGTH or got != wanted:
-            yield f"request {number} ended by {answer.finish_reason} with {got} of {wanted} tokens"
+        reason, wanted = _right_end(answer)
+        if answer.finish_reason is not reason or len(answer.tokens) != wanted:
+            yield (
+                f"request {number} ended by {answer.finish_reason} with {len(answer.tokens)} of "
+                f"{wanted} tokens"
+            )
+
+
+def _right_end(answer: Answer) -> tuple[FinishReason, int]:
+    """How an answer ends by its own tokens, and with how many: at the first stop id that may end
+    it, else at its length. No request of the workload ends by the model's own stop ids.
+    """
+    params = answer.ask.params
+    for index, token in enumerate(answer.tokens[: params.max_tokens]):
+        if index >= params.min_tokens and token in params.stop_token_ids:
+            return FinishReason.STOP, index + 1
+    return FinishReason.LENGTH, params.max_tokens
+
+
+def _wrong_lists(served: Served) -> Iterator[str]:
+    """The first list of log-probabilities that lacks its token, or whose ranks are not in order."""
+    for number, answer in enumerate(served.answers):
+        params, prompt = answer.ask.params, answer.ask.prompt.tolist()
+        lists = [
+            *zip(answer.tokens, answer.logprobs, strict=False),
+            *zip(prompt[1:], (answer.prompt_logprobs or [])[1:], strict=False),
+        ]
+        best = params.logprobs or params.prompt_logprobs or 0
+        for token, top in lists:
+            if top is None or token not in top:
+                yield f"request {number}: token {token} is not in its list of log-probabilities"
+                return
+            ordered = sorted(top.values(), key=lambda found: found.rank)
+            values = [found.logprob for found in ordered]
+            ranks = [found.rank for found in ordered[:best]]
+            if values != sorted(values, reverse=True) or ranks != [*range(1, best + 1)]:
+                yield f"request {number}: token {token} has ranks {ranks} of log-probabilities"
+                return
 
 
 # --- what it should have been
@@ -241,7 +311,7 @@ def chooser(answer: Answer, index: int, vocab: int) -> Choose:
     [row].
     """
     params, prompt, xp = answer.ask.params, answer.ask.prompt, namespace("numpy")
-    column = encode_sampling(params, params.seed or 0)
+    column = encode_sampling(params, answer.ask.seed)
     history = np.concatenate([prompt, np.asarray(answer.tokens[:index], np.int32)])
 
     def choose(logits: np.ndarray) -> np.ndarray:
@@ -259,7 +329,7 @@ def chooser(answer: Answer, index: int, vocab: int) -> Choose:
                 each(numbers["repetition"], np.float32),
                 each(numbers["repetition_inverse"], np.float32),
                 np.repeat(ids, count, 0), np.repeat(bias, count, 0),
-                np.full((count, -(-vocab // 32)), -1, np.int32),
+                np.repeat(allowed_words(answer, index, vocab)[None], count, 0),
             )  # fmt: skip
         else:
             scores = REGISTRY["quantize_logits"].reference(xp, logits)
@@ -267,6 +337,23 @@ def chooser(answer: Answer, index: int, vocab: int) -> Choose:
         return sample(logits, scores, column | {"position": position})
 
     return choose
+
+
+def allowed_words(answer: Answer, index: int, vocab: int) -> np.ndarray:
+    """The mask [word] int32, a bit for each token, of those that may be token `index` of an
+    answer.
+    """
+    params, before = answer.ask.params, answer.tokens[:index]
+    allowed = params.allowed_token_ids
+    may = np.zeros(-(-vocab // 32) * 32, bool)
+    may[slice(vocab) if allowed is None else list(allowed)] = True
+    may[list(params.banned_token_ids)] = False
+    if index < params.min_tokens:
+        may[list(params.stop_token_ids)] = False
+    for *start, last in params.banned_sequences:
+        if before[-len(start) :] == start:
+            may[last] = False
+    return np.packbits(may, bitorder="little").view("<i4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,14 +375,21 @@ class _Passes:
     def __init__(self, served: Served, sequences: Sequence[int]) -> None:
         # A run without a pass is missing all steps, which is said elsewhere.
         parts = [one.streams for one in served.passes]
-        self._streams = np.concatenate(parts, 2) if parts else np.zeros((1, 2, 0, 1), np.float32)
+        streams = np.concatenate(parts, 2) if parts else np.zeros((1, 2, 0, 1), np.float32)
+        lasts = [len(answer.sequence) - 1 for answer in served.answers]
         tokens: list[str] = []
+        kept: list[bool] = []
         self._at: dict[tuple[int, int], list[int]] = defaultdict(list)
         for one in served.passes:
             for request, position in one.places:
+                # Steps in flight go on behind a stop id, which nobody gets.
+                kept.append(position < lasts[request])
+                if not kept[-1]:
+                    continue
                 self._at[sequences[request], position].append(len(tokens))
                 step = f"step {one.number} ({one.kind})"
                 tokens.append(f"{step}, request {request}, position {position}")
+        self._streams = streams[:, :, kept] if kept else streams
         self.errors = StreamErrors(tokens, len(self._streams) - 1)
 
     def begin(self, places: Sequence[tuple[int, int]]) -> None:
@@ -383,7 +477,8 @@ class _Positions(Comparison):
                 preemptions=served.preemptions, cached=served.cached,
             )  # fmt: skip
             diff.served.append(found)
-            diff.problems += [f"{where}, {run}: {text}" for text in _wrong_ends(served)]
+            wrong = *_wrong_ends(served), *_wrong_lists(served)
+            diff.problems += [f"{where}, {run}: {text}" for text in wrong]
             diff.missing += [f"{where}: {text}" for text in _not_reached(run, served, keeps)]
         for side in dict.fromkeys(side for side, _ in self.runs) if not keeps else ():
             if not any(served.cached for (name, _), served in self.runs.items() if name == side):

@@ -33,7 +33,8 @@ from .subject import Subject, Target
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request: prompt [tok] int32 and what is asked of the sampler, whose seed is given.
+    """A request: prompt [tok] int32 and what is asked of the sampler. Where that has no seed,
+    `drawn` is the one that the engine is to draw.
 
     Requests of a `wave` are added together, after those of the wave before have ended.
     """
@@ -41,6 +42,12 @@ class Ask:
     prompt: np.ndarray
     params: SamplingParams
     wave: int = 0
+    drawn: int = 0
+
+    @property
+    def seed(self) -> int:
+        """That of the request's noise."""
+        return self.drawn if self.params.seed is None else self.params.seed
 
 
 @dataclass(slots=True)

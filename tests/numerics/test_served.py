@@ -1,6 +1,7 @@
 """What engines served, judged: clean runs pass, and faults of what only an engine has are seen."""
 
 import json
+import re
 from collections import Counter
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from twinfer.gpu import module, plumbing, regional, worker
+from twinfer.gpu import inputs, module, plumbing, regional, worker
 from twinfer.numerics.judging.served import Row, judge_row, judge_rows
 from twinfer.numerics.judging.streams import StreamErrors, judge_streams
 from twinfer.numerics.questions import served
@@ -19,11 +20,12 @@ from twinfer.numerics.sides.serving import Answer, Ask, Served, refusal
 from twinfer.numerics.sides.subject import open_subject, parse_target
 from twinfer.ops import REGISTRY
 from twinfer.serving.cli import main
-from twinfer.shared import config, kv_manager, packer, prefix_cache, xla_config
+from twinfer.shared import config, engine, kv_manager, packer, prefix_cache, xla_config
 from twinfer.shared.config import DeviceInfo
 from twinfer.shared.errors import ConfigError, RequestError
 from twinfer.shared.models import decoder
-from twinfer.shared.sampling_encoding import encode_sampling
+from twinfer.shared.request import FinishReason
+from twinfer.shared.sampling_encoding import encode_mask, encode_sampling
 from twinfer.shared.sampling_params import SamplingParams
 
 ABOUT = {"side": "a", "run": "r", "requests": 1, "steps": {}, "preemptions": 0, "cached": 0}
@@ -265,6 +267,54 @@ def padding_lives_in_loops(monkeypatch):
     monkeypatch.setattr(plumbing, "advance", advance)
 
 
+def masks_of_the_step_before(monkeypatch):
+    """New masks go to the device only with other fields of the processors."""
+    right = inputs.StepInputs._fill_tables
+
+    def fill(self, layout, processors, tables):
+        head, sent = processors[: layout.fields["bias_ids"].offset], self._sent
+        if sent is None or sent[0] is not layout or (head != sent[1]).any():
+            right(self, layout, processors, tables)
+
+    monkeypatch.setattr(inputs.StepInputs, "_fill_tables", fill)
+
+
+def allowed_ids_big_endian(monkeypatch):
+    """Bytes of masks have the bits of their tokens from the other end."""
+
+    def mask(*args):
+        found = encode_mask(*args)
+        if found is None:
+            return None
+        bits = np.unpackbits(found.view(np.uint8), bitorder="little")
+        return np.packbits(bits, bitorder="big").view(np.int32)
+
+    for room in (packer, engine):
+        monkeypatch.setattr(room, "encode_mask", mask)
+
+
+def stop_ban_one_too_long(monkeypatch):
+    """Stop ids are masked for one token more than `min_tokens`."""
+    right = packer._processors
+
+    def processors(step, *others):
+        group = step.group
+        ends, step_ends = group.min_total, step.ends
+        group.__dict__["min_total"] = np.where(ends == step_ends, ends + 1, ends)
+        try:
+            return right(step, *others)
+        finally:
+            group.__dict__["min_total"] = ends
+
+    monkeypatch.setattr(packer, "_processors", processors)
+
+
+def one_seed_for_all(monkeypatch):
+    """Requests without a seed all have that of the first."""
+    right = engine.derive_seed
+    monkeypatch.setattr(engine, "derive_seed", lambda seed, number: right(seed, 0))
+
+
 BEHIND = "behind the layers"
 FAULTS = {
     layer_twice: {"steps": "layer.1, in step 1", "loops": "layer.1, in step 1"},
@@ -279,6 +329,10 @@ FAULTS = {
     target_at_a_chunks_end_lost: {"steps": BEHIND},
     parts_of_a_prompt_are_its_first: {"steps": BEHIND},
     padding_lives_in_loops: {"loops": "layer.0, in step"},
+    masks_of_the_step_before: {"steps": BEHIND},
+    allowed_ids_big_endian: {"steps": BEHIND},
+    stop_ban_one_too_long: {"steps": BEHIND},
+    one_seed_for_all: {"steps": BEHIND, "loops": BEHIND},
 }
 """By fault, the runs that show it at least, and where they are wrong first."""
 HELD = {layer_twice: "weights layer.1.", rounded_tables: "rotary table cos"}
@@ -480,6 +534,52 @@ def test_the_chooser_takes_what_the_sampler_is_asked_for():
     assert chosen(temperature=0.0, repetition_penalty=2.0) == 2
     assert chosen(1, (1,), temperature=0.0, presence_penalty=1.0) == 2
     assert {chosen(i, (0,) * i, temperature=5.0, top_k=2) for i in range(20)} == {1, 2}
+    assert chosen(temperature=0.0, allowed_token_ids=[0, 3]) == 0
+    assert chosen(temperature=0.0, banned_token_ids=[1]) == 2
+    stops = {"temperature": 0.0, "min_tokens": 1, "stop_token_ids": [1]}
+    assert (chosen(**stops), chosen(1, (2,), **stops)) == (2, 1)
+    banned = {"temperature": 0.0, "banned_sequences": [(2, 0, 1)]}
+    assert [chosen(2, t, **banned) for t in ((2, 0), (0, 0), (0, 2))] == [2, 1, 1]
+
+
+def ends(tokens, reason, **params):
+    """What is said of an answer that ends so."""
+    settings = {"max_tokens": 4, "min_tokens": 1, "stop_token_ids": [7]} | params
+    answer = Answer(Ask(np.array([1], np.int32), SamplingParams(**settings)), tokens)
+    answer.finish_reason = reason
+    return [*served._wrong_ends(Served([answer], Counter(), 0, 0, {}))]
+
+
+def test_an_answer_ends_at_its_first_stop_id_or_its_length():
+    stop, length = FinishReason.STOP, FinishReason.LENGTH
+    assert not ends([7, 1, 7], stop)
+    assert not ends([7, 1, 2, 3], length)
+    assert ends([7, 1, 7, 2], length) == ["request 0 ended by length with 4 of 3 tokens"]
+    assert ends([7], stop) == ["request 0 ended by stop with 1 of 4 tokens"]
+    assert ends([1, 2, 3], length) == ["request 0 ended by length with 3 of 4 tokens"]
+
+
+@pytest.mark.parametrize(
+    ("lists", "complaint"),
+    [
+        ({5: (-0.1, 1), 3: (-2.5, 2)}, ""),
+        ({5: (-0.1, 1), 2: (-2.5, 2)}, "token 3 is not in its list"),
+        ({5: (-0.1, 0), 3: (-2.5, 1)}, r"token 3 has ranks \[0, 1\]"),
+        ({5: (-2.5, 1), 3: (-0.1, 2)}, r"token 3 has ranks \[1, 2\]"),
+        ({5: (-0.1, 1), 4: (-0.5, 2), 3: (-2.5, 9)}, ""),
+    ],
+)
+@pytest.mark.parametrize("of_prompt", [False, True])
+def test_a_list_of_logprobs_has_its_token_and_ranks(lists, complaint, of_prompt):
+    top = {token: engine.Logprob(*found) for token, found in lists.items()}
+    asked = {"prompt_logprobs": 2} if of_prompt else {"logprobs": 2}
+    answer = Answer(Ask(np.array([1, 3], np.int32), SamplingParams(**asked)), [3])
+    if of_prompt:
+        answer.prompt_logprobs = [None, top]
+    else:
+        answer.logprobs = [top]
+    found = " ".join(served._wrong_lists(Served([answer], Counter(), 0, 0, {})))
+    assert re.search(complaint, found) if complaint else not found
 
 
 def pick(logits):
