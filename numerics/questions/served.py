@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from ...shared.request import FinishReason
 from ...shared.sampling_encoding import encode_bias, encode_processors, encode_sampling
 from ...shared.sampling_params import SamplingParams
 from ...shared.step import STOP_SLOTS
+from ..errors import USERS, in_words
 from ..judging.amplification import HOPELESS, TRIES
 from ..judging.diff import Diff
 from ..judging.gates import MODES, Mode, semantics, walk
@@ -71,6 +73,10 @@ more are off, it is no luck, and the head of a large vocabulary for each would t
 """
 DEFINED = 6
 """Sequences that transformers is asked for."""
+ENGINE_FAILED = "the engine failed with"
+ENDED_BY_ERROR = "ended by error"
+LISTED = "list of log-probabilities"
+"""Words of what is missing or wrong, by which `check` sorts causes."""
 
 
 def workload(
@@ -226,20 +232,27 @@ def _check(
             def inspect(engine: Engine, side: str = f"{name}, {run}") -> None:
                 check_held(held, side, engine.worker, HostWeights(subject))
 
-            runs[name, run] = serve(
-                subject, target, asks, inspect=inspect, progress=progress, **options
-            )
+            try:
+                runs[name, run] = serve(
+                    subject, target, asks, inspect=inspect, progress=progress, **options
+                )
+            except USERS:
+                raise
+            except Exception as error:
+                # No verdict, and the other runs are judged.
+                where = f"{name}, {run}, mode {mode}"
+                progress(traceback.format_exc())
+                held.missing.append(f"{where}: {ENGINE_FAILED} {in_words(error)}")
     positions = _Positions(subject, mode, runs)
-    diff = positions.judge(progress)
+    diff = positions.judge(progress) if runs else Diff(tuple(targets))
     diff.extend(held)
-    if definition is None:
+    if definition is None and not runs:
+        definition = "not checked, no engine served"
+    elif definition is None:
         progress(f"asking {TRANSFORMERS} about the definition")
         definition = positions.check_definition()
     diff.environment["definition"] = definition
-    diff.environment["sides"] = {
-        name: next(served.environment for (side, _), served in runs.items() if side == name)
-        for name in targets
-    }
+    diff.environment["sides"] = {side: served.environment for (side, _), served in runs.items()}
     diff.seconds = time.perf_counter() - started
     return diff
 
@@ -261,7 +274,17 @@ def _not_reached(run: str, served: Served, keeps: bool) -> Iterator[str]:
 
 
 def _wrong_ends(served: Served) -> Iterator[str]:
+    """What did not end as its tokens say. Errors, which mostly have one cause, are told as one."""
+    failed = [n for n, x in enumerate(served.answers) if x.finish_reason is FinishReason.ERROR]
+    if failed:
+        first = served.answers[failed[0]]
+        yield (
+            f"{len(failed)} of {len(served.answers)} requests {ENDED_BY_ERROR}; the first is "
+            f"request {failed[0]} with {len(first.tokens)} of {first.ask.params.max_tokens} tokens"
+        )
     for number, answer in enumerate(served.answers):
+        if number in failed:
+            continue
         reason, wanted = _right_end(answer)
         if answer.finish_reason is not reason or len(answer.tokens) != wanted:
             yield (
@@ -292,13 +315,13 @@ def _wrong_lists(served: Served) -> Iterator[str]:
         best = params.logprobs or params.prompt_logprobs or 0
         for token, top in lists:
             if top is None or token not in top:
-                yield f"request {number}: token {token} is not in its list of log-probabilities"
+                yield f"request {number}: token {token} is not in its {LISTED}"
                 return
             ordered = sorted(top.values(), key=lambda found: found.rank)
             values = [found.logprob for found in ordered]
             ranks = [found.rank for found in ordered[:best]]
             if values != sorted(values, reverse=True) or ranks != [*range(1, best + 1)]:
-                yield f"request {number}: token {token} has ranks {ranks} of log-probabilities"
+                yield f"request {number}: token {token} has ranks {ranks} in its {LISTED}"
                 return
 
 
@@ -540,7 +563,10 @@ class _Positions(Comparison):
         of the same steps with them.
         """
         side, name = run
-        hidden, residual = self._passes[side, "steps" if name == "plain" else name].ends(row)
+        passes = self._passes.get((side, "steps" if name == "plain" else name))
+        if passes is None:
+            return []
+        hidden, residual = passes.ends(row)
         return [*zip(*self.ends_of(hidden, residual), strict=True)] if len(hidden) else []
 
     def _own_flip(

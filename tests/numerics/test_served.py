@@ -22,7 +22,7 @@ from twinfer.ops import REGISTRY
 from twinfer.serving.cli import main
 from twinfer.shared import config, engine, kv_manager, packer, prefix_cache, xla_config
 from twinfer.shared.config import DeviceInfo
-from twinfer.shared.errors import ConfigError, RequestError
+from twinfer.shared.errors import ConfigError, InternalError, RequestError
 from twinfer.shared.models import decoder
 from twinfer.shared.request import FinishReason
 from twinfer.shared.sampling_encoding import encode_mask, encode_sampling
@@ -557,6 +557,40 @@ def test_an_answer_ends_at_its_first_stop_id_or_its_length():
     assert ends([7, 1, 7, 2], length) == ["request 0 ended by length with 4 of 3 tokens"]
     assert ends([7], stop) == ["request 0 ended by stop with 1 of 4 tokens"]
     assert ends([1, 2, 3], length) == ["request 0 ended by length with 3 of 4 tokens"]
+
+
+def test_requests_that_ended_by_error_are_one_problem():
+    ask = Ask(np.array([1], np.int32), SamplingParams(max_tokens=4))
+    answers = [
+        Answer(ask, [1, 2, 3, 4], finish_reason=FinishReason.LENGTH),
+        *(Answer(ask, [1], finish_reason=FinishReason.ERROR) for _ in range(2)),
+    ]
+    assert [*served._wrong_ends(Served(answers, Counter(), 0, 0, {}))] == [
+        "2 of 3 requests ended by error; the first is request 1 with 1 of 4 tokens"
+    ]
+
+
+@pytest.mark.parametrize("failing", [["steps"], ["steps", "loops", "plain"]])
+def test_an_engine_that_fails_is_missing_and_the_others_are_judged(
+    small_model, monkeypatch, failing
+):
+    right = served.serve
+
+    def serve(*args, **options):
+        runs = [name for name, of in served.RUNS.items() if of.items() <= options.items()]
+        if runs[-1] in failing:
+            raise InternalError("page 15 cannot be\nregistered")
+        return right(*args, **options)
+
+    monkeypatch.setattr(served, "serve", serve)
+    diff = check(small_model)
+    assert diff.exit_code == 3
+    assert [run.run for run in diff.served] == [run for run in served.RUNS if run not in failing]
+    assert diff.missing == [
+        f"a torch:cpu, {run}, mode S: the engine failed with InternalError: page 15 cannot be "
+        "registered"
+        for run in failing
+    ]
 
 
 @pytest.mark.parametrize(
