@@ -62,8 +62,11 @@ class Answer:
 
     @property
     def sequence(self) -> np.ndarray:
-        """Prompt and tokens [tok] int32."""
-        return np.concatenate([self.ask.prompt, np.asarray(self.tokens, np.int32)])
+        """Prompt and tokens [tok] int32. A 0 stands for the token that an error took the place of:
+        the pass that should have given it is judged too.
+        """
+        lost = [0] if self.finish_reason is FinishReason.ERROR else []
+        return np.concatenate([self.ask.prompt, np.asarray([*self.tokens, *lost], np.int32)])
 
 
 @dataclass(frozen=True, slots=True)
