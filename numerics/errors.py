@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..shared.errors import TwinferError
+from ..shared.errors import BackendUnavailable, TwinferError, UserError
 
 EQUAL, FAILED, USAGE, NOT_COMPARED, UNAVAILABLE, INFRASTRUCTURE = range(6)
 
@@ -31,6 +31,15 @@ class InfrastructureError(TwinferError):
     """
 
     exit_code = INFRASTRUCTURE
+
+
+USERS = UserError, BackendUnavailable, NotComparable, InfrastructureError
+"""Errors of who asks, or of what is around: they end a command. Others are a side's."""
+
+
+def in_words(error: Exception) -> str:
+    """Kind and message, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"
 
 
 def write_text(path: str | Path, text: str) -> None:

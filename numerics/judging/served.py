@@ -143,13 +143,16 @@ judged by the engine's own streams. Where more are off, it is no luck.
 
 
 BEHIND = "behind the layers: the row that is sampled, the final norm, the head, or the sampler"
+WITHOUT_STREAMS = "in the programs without streams, which users get"
 
 
 def judge_rows(
-    rows: Sequence[Row], mode: Mode, tokens: int, first_wrong: str = "", **about: Any
-) -> ServedFinding:
+    rows: Sequence[Row], mode: Mode, tokens: int, first_wrong: str = "", behind: str = BEHIND,
+    **about: Any,
+) -> ServedFinding:  # fmt: skip
     """The verdict on the positions of one run with `tokens` served tokens. `first_wrong` is where
-    its layers are wrong, if they are; `about` are the fields that say what ran.
+    its layers are wrong, if they are, `behind` where it is wrong if they are not; `about` are the
+    fields that say what ran.
     """
     measured = [row for row in rows if len(row.errors)]
     # A position's log-probabilities share their noise: each position counts once.
@@ -187,7 +190,7 @@ def judge_rows(
             f"{flip.noise:.3g}"
         )
     if complaints and not first_wrong:
-        first_wrong = BEHIND
+        first_wrong = behind
     if first_wrong:
         complaints.insert(0, f"first wrong: {first_wrong}")
     flips = [

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shlex
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,7 +23,7 @@ from ...ops import REGISTRY
 from ...shared.errors import ConfigError
 from ...shared.kv_config import NARROW
 from ...shared.worker import backend_module
-from ..errors import EQUAL, FAILED, NOT_COMPARED
+from ..errors import EQUAL, FAILED, NOT_COMPARED, USERS, in_words
 from ..judging.diff import Diff
 from ..judging.gates import MODES, Mode
 from ..judging.record import Report
@@ -34,7 +35,7 @@ from ..sides.subject import Subject, Target, name_sides
 from .invariants import InvariantsReport, check_invariants
 from .model import compare_model
 from .ops_check import DEFINITION, OpsReport, check_ops, parts_of
-from .served import Definition, check_served
+from .served import ENDED_BY_ERROR, ENGINE_FAILED, LISTED, Definition, check_served
 
 SECONDS = 900.0
 """Time that parts may be begun in. A part that has begun is finished."""
@@ -121,7 +122,18 @@ def check(
             report.missing.append(f"{name}: the {seconds:g} seconds were over")
             continue
         progress(f"check: {name}")
-        found, compared, causes = ask(asked)
+        try:
+            found, compared, causes = ask(asked)
+        except USERS:
+            raise
+        except Exception as error:
+            # No verdict: what it would have said is missing.
+            progress(traceback.format_exc())
+            failure = f"ended with {in_words(error)}"
+            took = time.perf_counter() - before
+            report.parts.append(Part(name, NOT_COMPARED, took, failure))
+            report.missing.append(f"{name}: {failure}")
+            continue
         codes = {one.exit_code for one in found}
         code = FAILED if FAILED in codes else max(codes, default=NOT_COMPARED)
         report.parts.append(Part(name, code, time.perf_counter() - before, compared))
@@ -186,7 +198,12 @@ def _served_causes(asked: _Asked, diff: Diff) -> Iterator[Cause]:
         ours = text.startswith(DEFINITION)
         side = "a" if ours else text
         again = asked.again("served", "--on", asked.target(side))
-        yield Cause(1 if ours else 2, text, again)
+        # What a wrong op or layer explains stands behind them.
+        shallow = any(words in text for words in (ENDED_BY_ERROR, LISTED))
+        yield Cause(1 if ours else 7 if shallow else 2, text, again)
+    for text in diff.missing:
+        if ENGINE_FAILED in text:
+            yield Cause(7, text, asked.again("served", "--on", asked.target(text)))
     for run in diff.served:
         if run.first_wrong:
             text = f"{run.side}, {run.run}, mode {run.mode}: {run.first_wrong}"

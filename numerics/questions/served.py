@@ -11,9 +11,11 @@ backends share, such as the model's definition, no comparison of them can show.
 
 from __future__ import annotations
 
+import hashlib
 import time
+import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -27,12 +29,14 @@ from ...shared.models.families import model_of
 from ...shared.models.spec import Attention
 from ...shared.request import FinishReason
 from ...shared.sampling_params import SamplingParams
+from ...shared.step import STOP_SLOTS
+from ..errors import USERS, in_words
 from ..judging.amplification import HOPELESS, TRIES
 from ..judging.choice import Choice
 from ..judging.diff import Diff
 from ..judging.gates import MODES, Mode, semantics, walk
 from ..judging.metrics import Flip, measure
-from ..judging.served import Row, judge_row, judge_rows
+from ..judging.served import BEHIND, WITHOUT_STREAMS, Row, judge_row, judge_rows
 from ..judging.streams import StreamErrors, judge_streams
 from ..judging.weights import check_held
 from ..progress import Progress, silent
@@ -46,11 +50,16 @@ from .model import Caches, Comparison, Streams
 Definition = Literal["auto", "transformers", "off"]
 
 RUNS: dict[str, dict[str, Any]] = {
-    "steps": {"tight": True, "decode_steps": 1},
+    "steps": {"tight": True, "decode_steps": 1, "wide": True},
     "loops": {"tight": False, "decode_steps": 4},
+    "plain": {"tight": True, "decode_steps": 1, "wide": True, "streams": False},
 }
-"""How an engine runs: with a cache for half of the requests, and with decode loops."""
+"""How an engine runs: with a cache for half of the requests, with decode loops, and once more as
+the first by the programs that users get, which give no streams.
+"""
 NEW_TOKENS = 24
+LONG_TOKENS = 48
+"""The same of the one request that fills the context: it goes on when the others have ended."""
 BEST = 8
 """Log-probabilities of a position that are asked for."""
 SPREAD = 0x9E3779B97F4A7C15 >> 12
@@ -61,6 +70,10 @@ more are off, it is no luck, and the head of a large vocabulary for each would t
 """
 DEFINED = 6
 """Sequences that transformers is asked for."""
+ENGINE_FAILED = "the engine failed with"
+ENDED_BY_ERROR = "ended by error"
+LISTED = "list of log-probabilities"
+"""Words of what is missing or wrong, by which `check` sorts causes."""
 
 
 def workload(
@@ -69,8 +82,9 @@ def workload(
     """Requests that reach every kind of step. `prompts` stand for those of its own. `loops`: none
     asks for what the host must see between two tokens.
 
-    The first wave has more requests than run at once. In it are two whose second pages are equal
-    and whose first are not. The second wave begins with what the first computed.
+    The first wave has more requests than run at once. Its first fills the context, holds the first
+    page, and ends last. In it are two whose second pages are equal and whose first are not. The
+    second wave begins with what the first computed.
 
     Raises ConfigError for a context that is too short for these, RequestError for a prompt that
     is too long for it.
@@ -97,7 +111,9 @@ def workload(
     room = longest - 2 * page
     shared = some(page)
     twins = [np.concatenate([some(page), shared, some(min(5, room))]) for _ in range(2)]
-    first = [*given, *twins, *(some(min(n, longest)) for n in (2 * page + 3, 7, page))]
+    after = min(LONG_TOKENS, subject.max_model_len // 2)
+    context = some(subject.max_model_len - after)
+    first = [context, *given, *twins, *(some(min(n, longest)) for n in (2 * page + 3, 7, page))]
     again = [np.concatenate([ids[:-1], some(6)])[:longest] for ids in (*twins, *given[:4])]
     settings: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -117,14 +133,49 @@ def workload(
         for prompt in group:
             index = len(asks)
             params = SamplingParams(
-                seed=(1000 + index) * SPREAD, max_tokens=NEW_TOKENS - index % 9, ignore_eos=True,
+                seed=(1000 + index) * SPREAD, ignore_eos=True,
+                max_tokens=NEW_TOKENS - index % 9 if index else after,
                 # The programs without log-probabilities run too, and those of prompts.
                 logprobs=BEST if wave == 0 and not loops else None,
-                prompt_logprobs=BEST if wave == 0 and not loops and index % 4 == 0 else None,
+                # The first two fill more than a step: one of their prompts is read in parts.
+                prompt_logprobs=BEST if wave == 0 and not loops and index % 4 < 2 else None,
                 **settings[index % len(settings)],
             )  # fmt: skip
             asks.append(Ask(prompt, params, wave))
+    for extra in _particular(words, rng, subject.model.vocab_size, loops):
+        index = len(asks)
+        common = {"seed": (1000 + index) * SPREAD, "max_tokens": 12, "ignore_eos": True}
+        params = SamplingParams(**common | extra)
+        asks.append(Ask(some(min(9, longest)), params, 1, drawn_seed(subject.seed, index)))
     return asks
+
+
+def _particular(
+    words: np.ndarray, rng: np.random.Generator, vocab: int, loops: bool
+) -> Iterator[dict[str, Any]]:
+    """What the last requests ask for: no seed, stop ids, and masks. One stops for sure, by a bias,
+    as soon as it may. Of four tokens, those that may follow change with each token.
+    """
+    yield {"seed": None}
+    # As many as a loop of decode steps stops early for.
+    few = sorted({*words.tolist()})[: min(STOP_SLOTS, vocab // 4)]
+    yield {"min_tokens": 3, "stop_token_ids": few}
+    if loops:
+        return
+    stop = int(words[-1])
+    yield {
+        "temperature": 0.0, "min_tokens": 4, "stop_token_ids": [stop], "logit_bias": {stop: 100.0},
+    }  # fmt: skip
+    yield {"allowed_token_ids": sorted({*rng.integers(0, vocab, 12).tolist()})}
+    few = rng.choice(vocab, 4, replace=False).tolist()
+    banned = [*((token, token) for token in few), (few[0], few[1]), (few[2], few[3], few[0])]
+    yield {"allowed_token_ids": few, "banned_sequences": banned}
+
+
+def drawn_seed(seed: int, number: int) -> int:
+    """What an engine with `seed` draws for its request `number`, which names none: 64 bits."""
+    digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def check_served(
@@ -133,7 +184,8 @@ def check_served(
     progress: Progress = silent,
 ) -> Diff:  # fmt: skip
     """Serve the workload by an engine of each target, in each of RUNS, and judge what came out: in
-    float32 (mode S), and in the run dtype (P) where that is another.
+    float32 (mode S), and in the run dtype (P) where that is another. Programs without streams run
+    in the last of these alone.
 
     `definition` says whether transformers is asked about the reference; auto: if it is installed.
     Raises ConfigError, RequestError, ModelError, BackendUnavailable, NotComparable.
@@ -144,11 +196,12 @@ def check_served(
     else:
         said = "not checked" if definition == "off" else None
     whole = Diff(tuple(named))
+    if subject.dtype == "float32" and "S" in modes:
+        modes = [mode for mode in modes if mode != "P"]
     for mode in modes:
         where = subject.for_mode(mode)
-        if mode == "P" and subject.dtype == "float32" and "S" in modes:
-            continue
-        diff = _check(where, named, mode, prompts, said, progress)
+        runs = RUNS if mode == modes[-1] else [run for run in RUNS if run != "plain"]
+        diff = _check(where, named, mode, runs, prompts, said, progress)
         whole.extend(diff)
         whole.environment |= diff.environment
         said = whole.environment["definition"]
@@ -156,15 +209,16 @@ def check_served(
 
 
 def _check(
-    subject: Subject, targets: Mapping[str, Target], mode: Mode,
+    subject: Subject, targets: Mapping[str, Target], mode: Mode, names: Iterable[str],
     prompts: Sequence[np.ndarray] | None, definition: str | None, progress: Progress,
 ) -> Diff:  # fmt: skip
-    """The same in one dtype. `definition` is what is known of it; None: ask."""
+    """The same in one dtype, in the runs `names`. `definition`: what is known of it; None: ask."""
     started = time.perf_counter()
     runs: dict[tuple[str, str], Served] = {}
     held = Diff(tuple(targets))
     for name, target in targets.items():
-        for run, options in RUNS.items():
+        for run in names:
+            options = RUNS[run]
             steps = options["decode_steps"]
             if run == "loops" and (why := refusal(subject, target, decode_steps=steps)):
                 held.notes.append(f"{name}: not run with loops of decode steps: {why}")
@@ -175,20 +229,27 @@ def _check(
             def inspect(engine: Engine, side: str = f"{name}, {run}") -> None:
                 check_held(held, side, engine.worker, HostWeights(subject))
 
-            runs[name, run] = serve(
-                subject, target, asks, inspect=inspect, progress=progress, **options
-            )
+            try:
+                runs[name, run] = serve(
+                    subject, target, asks, inspect=inspect, progress=progress, **options
+                )
+            except USERS:
+                raise
+            except Exception as error:
+                # No verdict, and the other runs are judged.
+                where = f"{name}, {run}, mode {mode}"
+                progress(traceback.format_exc())
+                held.missing.append(f"{where}: {ENGINE_FAILED} {in_words(error)}")
     positions = _Positions(subject, mode, runs)
-    diff = positions.judge(progress)
+    diff = positions.judge(progress) if runs else Diff(tuple(targets))
     diff.extend(held)
-    if definition is None:
+    if definition is None and not runs:
+        definition = "not checked, no engine served"
+    elif definition is None:
         progress(f"asking {TRANSFORMERS} about the definition")
         definition = positions.check_definition()
     diff.environment["definition"] = definition
-    diff.environment["sides"] = {
-        name: next(served.environment for (side, _), served in runs.items() if side == name)
-        for name in targets
-    }
+    diff.environment["sides"] = {side: served.environment for (side, _), served in runs.items()}
     diff.seconds = time.perf_counter() - started
     return diff
 
@@ -202,18 +263,63 @@ def _not_reached(run: str, served: Served, keeps: bool) -> Iterator[str]:
     wanted = {"mixed": served.steps["mixed"]}
     if keeps:
         wanted |= {"prefix cache": served.cached}
-    if run == "steps":
-        wanted |= {"decode": served.steps["decode"], "preemption": served.preemptions}
-    else:
+    if run == "loops":
         wanted |= {"loop": served.steps["loop"]}
+    else:
+        wanted |= {"decode": served.steps["decode"], "preemption": served.preemptions}
     yield from (f"{what}: none in the run {run!r}" for what, count in wanted.items() if not count)
 
 
 def _wrong_ends(served: Served) -> Iterator[str]:
+    """What did not end as its tokens say. Errors, which mostly have one cause, are told as one."""
+    failed = [n for n, x in enumerate(served.answers) if x.finish_reason is FinishReason.ERROR]
+    if failed:
+        first = served.answers[failed[0]]
+        yield (
+            f"{len(failed)} of {len(served.answers)} requests {ENDED_BY_ERROR}; the first is "
+            f"request {failed[0]} with {len(first.tokens)} of {first.ask.params.max_tokens} tokens"
+        )
     for number, answer in enumerate(served.answers):
-        wanted, got = answer.ask.params.max_tokens, len(answer.tokens)
-        if answer.finish_reason is not FinishReason.LENGTH or got != wanted:
-            yield f"request {number} ended by {answer.finish_reason} with {got} of {wanted} tokens"
+        if number in failed:
+            continue
+        reason, wanted = _right_end(answer)
+        if answer.finish_reason is not reason or len(answer.tokens) != wanted:
+            yield (
+                f"request {number} ended by {answer.finish_reason} with {len(answer.tokens)} of "
+                f"{wanted} tokens"
+            )
+
+
+def _right_end(answer: Answer) -> tuple[FinishReason, int]:
+    """How an answer ends by its own tokens, and with how many: at the first stop id that may end
+    it, else at its length. No request of the workload ends by the model's own stop ids.
+    """
+    params = answer.ask.params
+    for index, token in enumerate(answer.tokens[: params.max_tokens]):
+        if index >= params.min_tokens and token in params.stop_token_ids:
+            return FinishReason.STOP, index + 1
+    return FinishReason.LENGTH, params.max_tokens
+
+
+def _wrong_lists(served: Served) -> Iterator[str]:
+    """The first list of log-probabilities that lacks its token, or whose ranks are not in order."""
+    for number, answer in enumerate(served.answers):
+        params, prompt = answer.ask.params, answer.ask.prompt.tolist()
+        lists = [
+            *zip(answer.tokens, answer.logprobs, strict=False),
+            *zip(prompt[1:], (answer.prompt_logprobs or [])[1:], strict=False),
+        ]
+        best = params.logprobs or params.prompt_logprobs or 0
+        for token, top in lists:
+            if top is None or token not in top:
+                yield f"request {number}: token {token} is not in its {LISTED}"
+                return
+            ordered = sorted(top.values(), key=lambda found: found.rank)
+            values = [found.logprob for found in ordered]
+            ranks = [found.rank for found in ordered[:best]]
+            if values != sorted(values, reverse=True) or ranks != [*range(1, best + 1)]:
+                yield f"request {number}: token {token} has ranks {ranks} in its {LISTED}"
+                return
 
 
 # --- what it should have been
@@ -222,8 +328,8 @@ def _wrong_ends(served: Served) -> Iterator[str]:
 
 def chooser(answer: Answer, index: int) -> Choice:
     """What should be token `index` of an answer, by what the user asked for."""
-    params = answer.ask.params
-    return Choice(params, params.seed or 0, answer.ask.prompt, answer.tokens[:index])
+    ask = answer.ask
+    return Choice(ask.params, ask.seed, ask.prompt, answer.tokens[:index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,14 +352,21 @@ class _Passes:
     def __init__(self, served: Served, sequences: Sequence[int]) -> None:
         # A run without a pass is missing all steps, which is said elsewhere.
         parts = [one.streams for one in served.passes]
-        self._streams = np.concatenate(parts, 2) if parts else np.zeros((1, 2, 0, 1), np.float32)
+        streams = np.concatenate(parts, 2) if parts else np.zeros((1, 2, 0, 1), np.float32)
+        lasts = [len(answer.sequence) - 1 for answer in served.answers]
         tokens: list[str] = []
+        kept: list[bool] = []
         self._at: dict[tuple[int, int], list[int]] = defaultdict(list)
         for one in served.passes:
             for request, position in one.places:
+                # Steps in flight go on behind a stop id, which nobody gets.
+                kept.append(position < lasts[request])
+                if not kept[-1]:
+                    continue
                 self._at[sequences[request], position].append(len(tokens))
                 step = f"step {one.number} ({one.kind})"
                 tokens.append(f"{step}, request {request}, position {position}")
+        self._streams = streams[:, :, kept] if kept else streams
         self.errors = StreamErrors(tokens, len(self._streams) - 1)
 
     def begin(self, places: Sequence[tuple[int, int]]) -> None:
@@ -307,6 +420,7 @@ class _Positions(Comparison):
         self._passes = {
             run: _Passes(served, [known[answer.sequence.tobytes()] for answer in served.answers])
             for run, served in runs.items()
+            if run[1] != "plain"
         }
 
     def judge(self, progress: Progress) -> Diff:
@@ -321,19 +435,28 @@ class _Positions(Comparison):
             diff.missing.append(f"{left} served positions: the reference did not compute them")
         for (side, run), served in self.runs.items():
             tokens = sum(len(answer.tokens) for answer in served.answers)
-            errors = self._passes[side, run].errors
-            sigmas, first_wrong = judge_streams(errors, self.mode)
+            where = f"{side}, mode {self.mode}"
+            sigmas: tuple[float, ...] = ()
+            first_wrong, behind = "", WITHOUT_STREAMS
+            if any(
+                one.side == side and one.run == "steps" and one.complaints for one in diff.served
+            ):
+                behind = "as in the run 'steps'"
+            if (side, run) in self._passes:
+                errors = self._passes[side, run].errors
+                sigmas, first_wrong = judge_streams(errors, self.mode)
+                behind = BEHIND
+                if errors.missing:
+                    diff.missing.append(f"{where}: {errors.missing} tokens of the passes of {run}")
             found = judge_rows(
-                self.rows[side, run], self.mode, tokens, first_wrong, side=side, run=run,
+                self.rows[side, run], self.mode, tokens, first_wrong, behind, side=side, run=run,
                 streams=sigmas, requests=len(served.answers), steps=dict(served.steps),
                 preemptions=served.preemptions, cached=served.cached,
             )  # fmt: skip
             diff.served.append(found)
-            where = f"{side}, mode {self.mode}"
-            diff.problems += [f"{where}, {run}: {text}" for text in _wrong_ends(served)]
+            wrong = *_wrong_ends(served), *_wrong_lists(served)
+            diff.problems += [f"{where}, {run}: {text}" for text in wrong]
             diff.missing += [f"{where}: {text}" for text in _not_reached(run, served, keeps)]
-            if errors.missing:
-                diff.missing.append(f"{where}: {errors.missing} tokens of the passes of {run}")
         for side in dict.fromkeys(side for side, _ in self.runs) if not keeps else ():
             if not any(served.cached for (name, _), served in self.runs.items() if name == side):
                 diff.missing.append(f"{side}, mode {self.mode}: prefix cache: none in any run")
@@ -389,9 +512,14 @@ class _Positions(Comparison):
 
     def _own_ends(self, run: tuple[str, str], row: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Logits [vocab] of both references, of the streams that the engine itself had behind its
-        layers at a row of this step: of each pass that finished it.
+        layers at a row of this step: of each pass that finished it. A run without streams has those
+        of the same steps with them.
         """
-        hidden, residual = self._passes[run].ends(row)
+        side, name = run
+        passes = self._passes.get((side, "steps" if name == "plain" else name))
+        if passes is None:
+            return []
+        hidden, residual = passes.ends(row)
         return [*zip(*self.ends_of(hidden, residual), strict=True)] if len(hidden) else []
 
     def _own_flip(

@@ -33,7 +33,8 @@ from .subject import Subject, Target
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request: prompt [tok] int32 and what is asked of the sampler, whose seed is given.
+    """A request: prompt [tok] int32 and what is asked of the sampler. Where that has no seed,
+    `drawn` is the one that the engine is to draw.
 
     Requests of a `wave` are added together, after those of the wave before have ended.
     """
@@ -41,6 +42,12 @@ class Ask:
     prompt: np.ndarray
     params: SamplingParams
     wave: int = 0
+    drawn: int = 0
+
+    @property
+    def seed(self) -> int:
+        """That of the request's noise."""
+        return self.drawn if self.params.seed is None else self.params.seed
 
 
 @dataclass(slots=True)
@@ -55,8 +62,11 @@ class Answer:
 
     @property
     def sequence(self) -> np.ndarray:
-        """Prompt and tokens [tok] int32."""
-        return np.concatenate([self.ask.prompt, np.asarray(self.tokens, np.int32)])
+        """Prompt and tokens [tok] int32. A 0 stands for the token that an error took the place of:
+        the pass that should have given it is judged too.
+        """
+        lost = [0] if self.finish_reason is FinishReason.ERROR else []
+        return np.concatenate([self.ask.prompt, np.asarray([*self.tokens, *lost], np.int32)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +148,19 @@ class _Noted:
 def serve(
     subject: Subject, target: Target, asks: Sequence[Ask], *, tight: bool = False,
     inspect: Callable[[Engine], None] = lambda engine: None, streams: bool = True,
+    wide: bool = False,
     progress: Progress = lambda text: None, **options: Any,
 ) -> Served:  # fmt: skip
     """Serve `asks` by an engine of `target`, with the engine options `options`. `inspect` gets the
     engine before it serves.
 
     `streams`: its programs give what they pass from layer to layer. `tight`: with a cache that
-    holds about half of the requests that run at once, so that some are preempted. Raises
-    ConfigError, ModelError, BackendUnavailable, RequestError.
+    holds about half of the requests that run at once, so that some are preempted. `wide`: with
+    steps of half as many tokens again, so that what is computed in parts of the usual size has a
+    second. Raises ConfigError, ModelError, BackendUnavailable, RequestError.
     """
-    with _engine(subject, target, asks, tight, streams, options) as engine:
+    most = subject.most_tokens * 3 // 2 if wide else subject.most_tokens
+    with _engine(subject, target, asks, tight, streams, most, options) as engine:
         inspect(engine)
         watched: Any = _Watched(engine)
         engine.worker = watched
@@ -193,10 +206,10 @@ def _configured(
 
 @contextmanager
 def _engine(
-    subject: Subject, target: Target, asks: Sequence[Ask], tight: bool, streams: bool,
+    subject: Subject, target: Target, asks: Sequence[Ask], tight: bool, streams: bool, most: int,
     options: dict[str, Any],
 ) -> Iterator[Engine]:  # fmt: skip
-    most = subject.most_tokens
+    options = {"max_num_batched_tokens": most} | options
     if target.backend == "jax":
         # Few programs: each takes seconds to compile.
         options = {"decode_sizes": (subject.max_num_seqs,), "mixed_sizes": (most,)} | options

@@ -4,13 +4,16 @@ import json
 
 import pytest
 
+from twinfer.gpu import regional
 from twinfer.numerics.questions import check as questions_check
 from twinfer.numerics.questions import ops_check
+from twinfer.numerics.questions import served as questions_served
 from twinfer.numerics.questions.check import (
     Cause,
     CheckReport,
     Part,
     _ask_ops,
+    _ask_served,
     _Asked,
     check,
     render,
@@ -20,7 +23,7 @@ from twinfer.numerics.sides.subject import open_subject, parse_target
 from twinfer.ops.reference import activations
 from twinfer.serving.cli import main
 from twinfer.shared import config
-from twinfer.shared.errors import ConfigError
+from twinfer.shared.errors import ConfigError, InternalError
 
 
 def test_the_command(small_model, tmp_path, capsys):
@@ -102,6 +105,57 @@ def test_caches_that_no_engine_has_are_no_gap(small_model, refuses, monkeypatch)
 def test_a_time_must_be_a_time(small_model):
     with pytest.raises(ConfigError, match="seconds: got nan"):
         check(open_subject(small_model, load_format="dummy"), [], seconds=float("nan"))
+
+
+def test_a_part_that_fails_is_missing_and_the_others_are_asked(small_model, monkeypatch):
+    """An exception is no verdict."""
+
+    def fail(asked):
+        raise InternalError("books disagree")
+
+    monkeypatch.setattr(
+        questions_check, "PARTS", {"served": fail, "repeat": questions_check._ask_repeat}
+    )
+    subject = open_subject(small_model, load_format="dummy")
+    found = check(subject, [parse_target("torch:cpu")], modes=("S",), definition="off")
+    assert [(part.name, part.exit_code) for part in found.parts] == [("served", 3), ("repeat", 0)]
+    assert found.missing == ["served: ended with InternalError: books disagree"]
+    assert found.exit_code == 3
+    assert json.loads(found.dumps())["exit_code"] == 3
+    assert render(found).startswith("NOT (fully) COMPARED")
+
+
+def test_an_engine_that_fails_is_a_cause_with_its_side(small_model, monkeypatch):
+    def serve(*args, **options):
+        raise InternalError("page 15")
+
+    monkeypatch.setattr(questions_served, "serve", serve)
+    subject = open_subject(small_model, load_format="dummy")
+    asked = _Asked(subject, [parse_target("torch:cpu")], ("S",), None, "off", lambda text: None)
+    (diff,), _, causes = _ask_served(asked)
+    assert diff.exit_code == 3
+    assert causes[0].text == (
+        "a torch:cpu, steps, mode S: the engine failed with InternalError: page 15"
+    )
+    assert "served" in causes[0].again
+
+
+def test_layers_that_fail_go_before_requests_that_ended_by_it(small_model, monkeypatch):
+    """A layer that makes NaN ends requests by error."""
+    right = regional.RegionalPass.layers
+
+    def layers(self, block, stream, *others):
+        if self._descriptor.kind == "decode":
+            stream = stream._replace(residual=stream.residual * float("nan"))
+        return right(self, block, stream, *others)
+
+    monkeypatch.setattr(regional.RegionalPass, "layers", layers)
+    subject = open_subject(small_model, load_format="dummy")
+    asked = _Asked(subject, [parse_target("torch:cpu")], ("S",), None, "off", lambda text: None)
+    _, _, causes = _ask_served(asked)
+    causes.sort(key=lambda cause: cause.depth)
+    assert "layer.0, in step" in causes[0].text
+    assert sum("steps: " in cause.text and "ended by error" in cause.text for cause in causes) == 1
 
 
 def test_the_deepest_cause_is_the_first():

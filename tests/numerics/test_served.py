@@ -1,6 +1,7 @@
 """What engines served, judged: clean runs pass, and faults of what only an engine has are seen."""
 
 import json
+import re
 import sys
 from collections import Counter
 from itertools import count
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from twinfer.gpu import module, plumbing, worker
+from twinfer.gpu import inputs, module, plumbing, regional, worker
 from twinfer.numerics.judging.served import Row, judge_row, judge_rows
 from twinfer.numerics.judging.streams import StreamErrors, judge_streams
 from twinfer.numerics.questions import served
+from twinfer.numerics.questions.selftest_model import open_model
 from twinfer.numerics.questions.served import check_served, chooser, workload
 from twinfer.numerics.sides import sampling, serving
 from twinfer.numerics.sides.serving import Answer, Ask, Served, refusal
@@ -30,9 +32,10 @@ from twinfer.shared import (
     xla_config,
 )
 from twinfer.shared.config import DeviceInfo
-from twinfer.shared.errors import ConfigError, RequestError
+from twinfer.shared.errors import ConfigError, InternalError, RequestError
 from twinfer.shared.models import decoder
-from twinfer.shared.sampling_encoding import encode_sampling
+from twinfer.shared.request import FinishReason
+from twinfer.shared.sampling_encoding import encode_mask, encode_sampling
 from twinfer.shared.sampling_params import SamplingParams
 
 ABOUT = {"side": "a", "run": "r", "requests": 1, "steps": {}, "preemptions": 0, "cached": 0}
@@ -56,12 +59,18 @@ def test_a_right_engine_passes(small_model, backend, mode):
     diff = check(small_model, mode, backend)
     diff.assert_ok()
     assert diff.exit_code == 0
-    steps, loops = diff.served
+    steps, loops, plain = diff.served
     assert steps.positions > 200
     assert min(steps.steps["mixed"], steps.steps["decode"], steps.preemptions, steps.cached) > 0
     assert loops.steps["loop"] > 0
     assert loops.tokens > 200
     assert len(steps.streams) == len(loops.streams) == 3
+    assert not plain.streams
+    assert (plain.steps, plain.positions, plain.tokens) == (
+        steps.steps,
+        steps.positions,
+        steps.tokens,
+    )
     assert 0.0 < max(steps.streams) < 3.0
     assert "transformers" in diff.environment["definition"]
 
@@ -116,7 +125,7 @@ def test_a_run_that_the_configuration_refuses_is_left_out_and_said(small_model, 
         config, "check_ladders", lambda config, *_: xla_config.check_torch_xla(config, "int8")
     )
     diff = check(small_model)
-    assert [run.run for run in diff.served] == ["steps"]
+    assert [run.run for run in diff.served] == ["steps", "plain"]
     (note,) = diff.notes
     assert note.startswith("a torch:cpu: not run with loops of decode steps: decode_steps: got 4, ")
     assert note.endswith("it has none")
@@ -220,6 +229,102 @@ def last_layer_mixes(monkeypatch):
     monkeypatch.setattr(decoder, "layer", layer)
 
 
+def rotary_rows_end(monkeypatch):
+    """Positions from 200 on have the rotary rows of position 200."""
+    right = plumbing.select
+
+    def select(ids, positions, *others):
+        return right(ids, positions.clamp(max=200), *others)
+
+    monkeypatch.setattr(plumbing, "select", select)
+
+
+def target_at_a_chunks_end_lost(monkeypatch):
+    """The last token of a chunk is not told the log-probability of the prompt's next token."""
+    right = packer._prompt_targets
+
+    def targets(step, table):
+        found = right(step, table)
+        if found is not None:
+            ends = np.cumsum(step.ends - step.starts) - 1
+            found[ends[step.ends < table.prompt_len[step.rows]]] = -1
+        return found
+
+    monkeypatch.setattr(packer, "_prompt_targets", targets)
+
+
+def parts_of_a_prompt_are_its_first(monkeypatch):
+    """Log-probabilities of a step's prompts are those of its first 64 tokens, again and again."""
+    right = worker.TorchWorker._prompt_logprobs
+
+    def logprobs(self, targets, hidden):
+        parts = hidden.split(worker.PROMPT_ROWS)
+        return right(self, targets, torch.cat([parts[0][: len(part)] for part in parts]))
+
+    monkeypatch.setattr(worker.TorchWorker, "_prompt_logprobs", logprobs)
+
+
+def padding_lives_in_loops(monkeypatch):
+    """The first padding of a loop goes on like a request, and writes to page 0."""
+    right = plumbing.advance
+
+    def advance(fields, pages, page_sizes):
+        counts = fields["counts"]
+        counts[1] += 1
+        right(fields, pages, page_sizes)
+        counts[1] -= 1
+
+    monkeypatch.setattr(plumbing, "advance", advance)
+
+
+def masks_of_the_step_before(monkeypatch):
+    """New masks go to the device only with other fields of the processors."""
+    right = inputs.StepInputs._fill_tables
+
+    def fill(self, layout, processors, tables):
+        head, sent = processors[: layout.fields["bias_ids"].offset], self._sent
+        if sent is None or sent[0] is not layout or (head != sent[1]).any():
+            right(self, layout, processors, tables)
+
+    monkeypatch.setattr(inputs.StepInputs, "_fill_tables", fill)
+
+
+def allowed_ids_big_endian(monkeypatch):
+    """Bytes of masks have the bits of their tokens from the other end."""
+
+    def mask(*args):
+        found = encode_mask(*args)
+        if found is None:
+            return None
+        bits = np.unpackbits(found.view(np.uint8), bitorder="little")
+        return np.packbits(bits, bitorder="big").view(np.int32)
+
+    for room in (packer, engine):
+        monkeypatch.setattr(room, "encode_mask", mask)
+
+
+def stop_ban_one_too_long(monkeypatch):
+    """Stop ids are masked for one token more than `min_tokens`."""
+    right = packer._processors
+
+    def processors(step, *others):
+        group = step.group
+        ends, step_ends = group.min_total, step.ends
+        group.__dict__["min_total"] = np.where(ends == step_ends, ends + 1, ends)
+        try:
+            return right(step, *others)
+        finally:
+            group.__dict__["min_total"] = ends
+
+    monkeypatch.setattr(packer, "_processors", processors)
+
+
+def one_seed_for_all(monkeypatch):
+    """Requests without a seed all have that of the first."""
+    right = engine.derive_seed
+    monkeypatch.setattr(engine, "derive_seed", lambda seed, number: right(seed, 0))
+
+
 BEHIND = "behind the layers"
 FAULTS = {
     layer_twice: {"steps": "layer.1, in step 1", "loops": "layer.1, in step 1"},
@@ -230,6 +335,14 @@ FAULTS = {
     # Keys of the first layer know nothing of the pages before: the second layer's do.
     pages_alone: {"steps": "layer.1, in step"},
     last_layer_mixes: {"steps": "layer.1, in step"},
+    rotary_rows_end: {"steps": "layer.0, in step", "loops": "layer.0, in step"},
+    target_at_a_chunks_end_lost: {"steps": BEHIND},
+    parts_of_a_prompt_are_its_first: {"steps": BEHIND},
+    padding_lives_in_loops: {"loops": "layer.0, in step"},
+    masks_of_the_step_before: {"steps": BEHIND},
+    allowed_ids_big_endian: {"steps": BEHIND},
+    stop_ban_one_too_long: {"steps": BEHIND},
+    one_seed_for_all: {"steps": BEHIND, "loops": BEHIND},
 }
 """By fault, the runs that show it at least, and where they are wrong first."""
 HELD = {layer_twice: "weights layer.1.", rounded_tables: "rotary table cos"}
@@ -331,6 +444,74 @@ def test_ranks_are_those_of_the_logits_where_noise_does_not_decide(ranks, wrong)
     assert row.problem == (wrong and f"here: {wrong}")
 
 
+def torch_group_of_the_first_layer(monkeypatch):
+    """Without streams, the last layer reads the pages of the first one's group."""
+    right = regional.RegionalPass.layers
+
+    def layers(self, block, *others):
+        groups = self._groups
+        if self._keep is None:
+            self._groups = [groups[0]] * len(groups)
+        found = right(self, block, *others)
+        self._groups = groups
+        return found
+
+    monkeypatch.setattr(regional.RegionalPass, "layers", layers)
+
+
+def jax_group_of_the_first_layer(monkeypatch):
+    """The same of JAX's."""
+    from twinfer.tpu import layers
+
+    right = layers.ScannedPass._of_group
+
+    def of_group(self, group):
+        return right(self, group if self._kept is not None else 0)
+
+    monkeypatch.setattr(layers.ScannedPass, "_of_group", of_group)
+
+
+@pytest.mark.parametrize(
+    ("backend", "fault"),
+    [
+        ("torch", torch_group_of_the_first_layer),
+        pytest.param("jax", jax_group_of_the_first_layer, marks=pytest.mark.slow),
+    ],
+    ids=["torch", "jax"],
+)
+def test_programs_without_streams_are_judged_too(tmp_path, monkeypatch, backend, fault):
+    """They are those that users get."""
+    fault(monkeypatch)
+    subject = open_model(tmp_path, 1)
+    target = parse_target(f"{backend}:cpu")
+    diff = check_served(subject, [target], modes=("S",), definition="off")
+    wrong = {run.run: run.first_wrong for run in diff.served if run.complaints}
+    assert wrong == {"plain": "in the programs without streams, which users get"}
+    assert diff.exit_code == 1
+
+
+def test_what_is_wrong_with_streams_is_not_blamed_on_programs_without(small_model, monkeypatch):
+    late_sample(monkeypatch)
+    wrong = {run.run: run.first_wrong for run in check(small_model, definition="off").served}
+    assert wrong["steps"].startswith("layer.1, in step")
+    assert wrong["plain"] == "as in the run 'steps'"
+
+
+@pytest.mark.parametrize("length", [128, 256])
+@pytest.mark.parametrize("loops", [False, True])
+def test_one_request_fills_the_context(small_model, length, loops):
+    """Or what goes wrong at late positions, and across chunks of a prompt, is not seen."""
+    subject = open_subject(small_model, load_format="dummy", max_model_len=length)
+    asks = workload(subject, loops=loops)
+    ends = [len(ask.prompt) + ask.params.max_tokens for ask in asks]
+    assert ends[0] == max(ends) == length
+    assert asks[0].params.max_tokens > 2 * sorted(ask.params.max_tokens for ask in asks)[-2] - 1
+    if not loops:
+        assert asks[0].params.prompt_logprobs
+        assert asks[1].params.prompt_logprobs
+        assert len(asks[0].prompt) + len(asks[1].prompt) > subject.most_tokens * 3 // 2
+
+
 def test_a_mistake_that_all_share_is_our_definition(small_model, monkeypatch):
     right = decoder.rope_inverse_frequencies
 
@@ -371,7 +552,8 @@ def without_prefixes(monkeypatch):
 def test_a_prefix_cache_that_no_run_reached_is_named(small_model, without_prefixes):
     diff = check(small_model, definition="off")
     assert diff.missing == [
-        f"a torch:cpu, mode S: prefix cache: none in the run {run!r}" for run in ("steps", "loops")
+        f"a torch:cpu, mode S: prefix cache: none in the run {run!r}"
+        for run in ("steps", "loops", "plain")
     ]
     assert diff.exit_code == 3
 
@@ -439,6 +621,86 @@ def test_the_chooser_takes_what_the_sampler_is_asked_for():
     assert chosen(temperature=0.0, repetition_penalty=2.0) == 2
     assert chosen(1, (1,), temperature=0.0, presence_penalty=1.0) == 2
     assert {chosen(i, (0,) * i, temperature=5.0, top_k=2) for i in range(20)} == {1, 2}
+    assert chosen(temperature=0.0, allowed_token_ids=[0, 3]) == 0
+    assert chosen(temperature=0.0, banned_token_ids=[1]) == 2
+    stops = {"temperature": 0.0, "min_tokens": 1, "stop_token_ids": [1]}
+    assert (chosen(**stops), chosen(1, (2,), **stops)) == (2, 1)
+    banned = {"temperature": 0.0, "banned_sequences": [(2, 0, 1)]}
+    assert [chosen(2, t, **banned) for t in ((2, 0), (0, 0), (0, 2))] == [2, 1, 1]
+
+
+def ends(tokens, reason, **params):
+    """What is said of an answer that ends so."""
+    settings = {"max_tokens": 4, "min_tokens": 1, "stop_token_ids": [7]} | params
+    answer = Answer(Ask(np.array([1], np.int32), SamplingParams(**settings)), tokens)
+    answer.finish_reason = reason
+    return [*served._wrong_ends(Served([answer], Counter(), 0, 0, {}))]
+
+
+def test_an_answer_ends_at_its_first_stop_id_or_its_length():
+    stop, length = FinishReason.STOP, FinishReason.LENGTH
+    assert not ends([7, 1, 7], stop)
+    assert not ends([7, 1, 2, 3], length)
+    assert ends([7, 1, 7, 2], length) == ["request 0 ended by length with 4 of 3 tokens"]
+    assert ends([7], stop) == ["request 0 ended by stop with 1 of 4 tokens"]
+    assert ends([1, 2, 3], length) == ["request 0 ended by length with 3 of 4 tokens"]
+
+
+def test_requests_that_ended_by_error_are_one_problem():
+    ask = Ask(np.array([1], np.int32), SamplingParams(max_tokens=4))
+    answers = [
+        Answer(ask, [1, 2, 3, 4], finish_reason=FinishReason.LENGTH),
+        *(Answer(ask, [1], finish_reason=FinishReason.ERROR) for _ in range(2)),
+    ]
+    assert [*served._wrong_ends(Served(answers, Counter(), 0, 0, {}))] == [
+        "2 of 3 requests ended by error; the first is request 1 with 1 of 4 tokens"
+    ]
+
+
+@pytest.mark.parametrize("failing", [["steps"], ["steps", "loops", "plain"]])
+def test_an_engine_that_fails_is_missing_and_the_others_are_judged(
+    small_model, monkeypatch, failing
+):
+    right = served.serve
+
+    def serve(*args, **options):
+        runs = [name for name, of in served.RUNS.items() if of.items() <= options.items()]
+        if runs[-1] in failing:
+            raise InternalError("page 15 cannot be\nregistered")
+        return right(*args, **options)
+
+    monkeypatch.setattr(served, "serve", serve)
+    diff = check(small_model)
+    assert diff.exit_code == 3
+    assert [run.run for run in diff.served] == [run for run in served.RUNS if run not in failing]
+    assert diff.missing == [
+        f"a torch:cpu, {run}, mode S: the engine failed with InternalError: page 15 cannot be "
+        "registered"
+        for run in failing
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lists", "complaint"),
+    [
+        ({5: (-0.1, 1), 3: (-2.5, 2)}, ""),
+        ({5: (-0.1, 1), 2: (-2.5, 2)}, "token 3 is not in its list"),
+        ({5: (-0.1, 0), 3: (-2.5, 1)}, r"token 3 has ranks \[0, 1\]"),
+        ({5: (-2.5, 1), 3: (-0.1, 2)}, r"token 3 has ranks \[1, 2\]"),
+        ({5: (-0.1, 1), 4: (-0.5, 2), 3: (-2.5, 9)}, ""),
+    ],
+)
+@pytest.mark.parametrize("of_prompt", [False, True])
+def test_a_list_of_logprobs_has_its_token_and_ranks(lists, complaint, of_prompt):
+    top = {token: engine.Logprob(*found) for token, found in lists.items()}
+    asked = {"prompt_logprobs": 2} if of_prompt else {"logprobs": 2}
+    answer = Answer(Ask(np.array([1, 3], np.int32), SamplingParams(**asked)), [3])
+    if of_prompt:
+        answer.prompt_logprobs = [None, top]
+    else:
+        answer.logprobs = [top]
+    found = " ".join(served._wrong_lists(Served([answer], Counter(), 0, 0, {})))
+    assert re.search(complaint, found) if complaint else not found
 
 
 def pick(logits):
@@ -554,7 +816,7 @@ def test_the_command(small_model, tmp_path, capsys):
     assert shown.startswith("EQUAL within the gates")
     assert "definition: not checked" in shown
     record = json.loads(result.read_text())
-    assert [entry["run"] for entry in record["served"]] == ["steps", "loops"]
+    assert [entry["run"] for entry in record["served"]] == ["steps", "loops", "plain"]
     assert "--max-model-len" not in record["environment"]["command"]
     assert "--on torch:cpu" in record["environment"]["command"]
     assert main(["numerics", "report", str(result)]) == 0
