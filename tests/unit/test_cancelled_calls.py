@@ -21,7 +21,7 @@ from twinfer.shared.tokenizer import LONG, Tokenizer
 TOKENIZER = Tokenizer.load(Path(__file__).resolve().parents[2] / "shared/models/demo")
 SIZES = {
     "max_num_seqs": 4, "num_pages": 9999, "max_model_len": 99_999, "page_size": 16,
-    "vocab_size": TOKENIZER.vocab_size,
+    "vocab_size": TOKENIZER.vocab_size, "longest_request": 99_999,
 }  # fmt: skip
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9, "n": 2}
 CALLS = {
