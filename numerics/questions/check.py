@@ -198,9 +198,13 @@ def _served_causes(asked: _Asked, diff: Diff) -> Iterator[Cause]:
         ours = text.startswith(DEFINITION)
         side = "a" if ours else text
         again = asked.again("served", "--on", asked.target(side))
-        # What a wrong op or layer explains stands behind them.
-        shallow = any(words in text for words in (ENDED_BY_ERROR, LISTED))
-        yield Cause(1 if ours else 7 if shallow else 2, text, again)
+        if ours:
+            depth = 1
+        elif ENDED_BY_ERROR in text or LISTED in text:
+            depth = 7  # a wrong op or layer, which explains it, stands before it
+        else:
+            depth = 2
+        yield Cause(depth, text, again)
     for text in diff.missing:
         if ENGINE_FAILED in text:
             yield Cause(7, text, asked.again("served", "--on", asked.target(text)))
