@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
+from ..shared.interpreter import module_command
 from ..shared.starvation import GROUPS, SYSTEM, processors_of
 from . import compile_process
 from .compile_process import KERNELS, Answer, Job, encode
@@ -36,12 +37,7 @@ PATIENCE_S = 60.0
 """How long the processes may compile no kernel until they are given up. One takes up to 4 s."""
 ENDING_S = 5.0
 """How long the processes may take to end by themselves."""
-_ISOLATION = {"-E": sys.flags.ignore_environment, "-s": sys.flags.no_user_site}
-COMMAND = (
-    sys.executable, "-P", *(name for name, is_set in _ISOLATION.items() if is_set),
-    "-m", compile_process.__name__,
-)  # fmt: skip
-"""Code is looked for in no place where this process, by its options, looks for none."""
+COMMAND = module_command(compile_process.__name__)
 
 Key: TypeAlias = tuple[int, str]
 """The id of a kernel, and what to compile it for."""

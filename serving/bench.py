@@ -13,7 +13,6 @@ import platform
 import random
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..shared.errors import BackendUnavailable, ConfigError, InternalError
+from ..shared.interpreter import module_command
 from ..shared.limits import Limits, decode_bytes, prefill_flops
 from ..shared.sampling_params import SamplingParams
 from .bench_cache import REMEDY, Shortage, find_shortage
@@ -541,7 +541,7 @@ def _start(request: str, environment: dict[str, str]) -> dict[str, Any]:
     module = f"{__package__}.bench_start"
     spawned = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", module],
+        module_command(module),
         input=request,
         env=environment,
         capture_output=True,

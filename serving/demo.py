@@ -21,6 +21,7 @@ from rich.table import Table
 
 from ..shared.config import BACKENDS
 from ..shared.errors import ConfigError, TwinferError
+from ..shared.interpreter import module_command
 from ..shared.sampling_params import SamplingParams
 from ..shared.worker import check_installed
 
@@ -183,10 +184,9 @@ def _literal(text: str) -> str:
 def _start(backend: str, dtype: str, max_tokens: int) -> WorkerRun:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        command = [sys.executable, "-m", __spec__.name, "--backend", backend, "--dtype", dtype]
-        done = subprocess.run(
-            [*command, "--max-tokens", str(max_tokens), "--out", str(out)], check=False
-        )
+        options = ["--backend", backend, "--dtype", dtype, "--max-tokens", str(max_tokens)]
+        command = [*module_command(__spec__.name), *options, "--out", str(out)]
+        done = subprocess.run(command, check=False)
         if done.returncode:
             raise TwinferError(f"demo: the {backend} worker ended with exit code {done.returncode}")
         record = json.loads(out.read_text())

@@ -27,6 +27,7 @@ import zmq.asyncio
 
 from ...shared.errors import EngineDead, InternalError, Overloaded, RequestError
 from ...shared.executor.driver import clear_up
+from ...shared.interpreter import module_command
 from ...shared.progress import Progress, silent
 from ...shared.sampling_params import SamplingParams
 from ...shared.starvation import Silence
@@ -157,7 +158,7 @@ class EngineProcess:
             socket.bind(f"ipc://{self._folder}/{name}")
         # Its output would mix with what a command prints.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", CHILD],
+            module_command(CHILD),
             stdin=subprocess.PIPE,
             stdout=sys.stderr,
             start_new_session=True,

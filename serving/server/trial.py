@@ -20,6 +20,7 @@ import msgspec
 
 from ...shared.errors import RequestError
 from ...shared.grammars import FIELD, Grammars
+from ...shared.interpreter import module_command
 from ...shared.structured_outputs import StructuredOutputs
 
 MODULE = f"{__package__}.trial"
@@ -55,8 +56,9 @@ class Process:
     """A process that tries forms out, one after the other."""
 
     def __init__(self, setup: Setup) -> None:
-        command = [sys.executable, "-P", "-m", MODULE]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            module_command(MODULE), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         # Both are pipes, which the type of Popen does not say.
         self._stdin = cast(IO[bytes], self._process.stdin)
         self._stdout = cast(IO[bytes], self._process.stdout)

@@ -8,7 +8,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,6 +23,7 @@ import zmq
 from .. import errors
 from ..config import DeviceInfo
 from ..errors import RankLost, RequestError, TwinferError
+from ..interpreter import module_command
 from ..models.spec import Place, Shard
 from ..progress import Progress, silent
 from ..starvation import Silence
@@ -42,7 +42,7 @@ from .messages import (
     encode,
 )
 
-COMMAND = (sys.executable, "-P", "-m", f"{__package__}.rank")
+COMMAND = module_command(f"{__package__}.rank")
 STANDARD_ERROR = 2
 LOOK_S = 0.2
 """Between two looks at the ranks' processes."""
