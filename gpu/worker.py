@@ -623,10 +623,16 @@ class TorchWorker:
         finally:
             self._module = self._kv = self._programs = self._inputs = None  # type: ignore[assignment]  # closed for good
             self._recorder = None
-            self._release()
-            if self._ranks is not None and chooses(self._plans, "peers"):
-                from .kernels.reduce import leave_peers
+            try:
+                self._release()
+            finally:
+                self._leave()
 
-                leave_peers()
-            if self._where.type == "cuda":
-                torch.cuda.empty_cache()
+    def _leave(self) -> None:
+        """Let go of other ranks, and give the memory that is held for nobody to the device."""
+        if self._ranks is not None and chooses(self._plans, "peers"):
+            from .kernels.reduce import leave_peers
+
+            leave_peers()
+        if self._where.type == "cuda":
+            torch.cuda.empty_cache()
