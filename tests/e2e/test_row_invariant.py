@@ -76,7 +76,9 @@ QUICK = [("torch", "qwen3"), ("torch", "mixtral"), ("torch", "fp8-channel")]
 FEW_PAGES = {"gemma4-experts": 90, "mxfp4": 75}
 """Layers with windows hold few pages: fewer must be there for some request to give way."""
 CASES = [
-    pytest.param(backend, model, marks=() if (backend, model) in QUICK else pytest.mark.slow)
+    pytest.param(
+        backend, model, marks=pytest.mark.gpu if (backend, model) in QUICK else pytest.mark.slow
+    )
     for backend in ("torch", "jax")
     for model in FAMILIES + FORMATS
 ]

@@ -4,8 +4,10 @@ at every place of a block, at odd widths, in another layout, and with no rows at
 
 import numpy as np
 import pytest
+import torch
+from torch.overrides import TorchFunctionMode
 
-from twinfer.ops import resolve
+from twinfer.ops import REGISTRY, resolve
 from twinfer.ops.declare import OpError
 from twinfer.ops.implement import ROWS
 from twinfer.ops.testing import run
@@ -74,3 +76,44 @@ def test_a_refusal_says_what_the_user_took_away():
     plan = resolve("torch", enable=("all", "-linear"), row_invariant=True)
     with pytest.raises(OpError, match=r"rows \(the op is disabled\)"):
         plan["linear"].implementation.function()
+
+
+class Places(TorchFunctionMode):
+    """Counts sums over the last axis, and those whose rows do not all begin as the first one."""
+
+    def __init__(self):
+        super().__init__()
+        self.sums, self.uneven = 0, 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function in (torch.sum, torch.mean) and args[0].is_floating_point():
+            x, axis = args
+            if axis in (-1, x.ndim - 1):
+                self.sums += 1
+                self.uneven += any(n * x.itemsize % 16 for n in x.stride()[:-1])
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("width", [131, 1022])
+@pytest.mark.parametrize(
+    ("op", "arguments"),
+    [
+        ("top_logprobs", {"chosen": np.arange(40, dtype=np.int32)}),
+        ("unit_rms_norm", {"eps": 1e-6}),
+        ("layer_norm", {"weight": None, "bias": None, "eps": 1e-6}),
+        ("moe_route", {"slots": np.zeros(40, np.int32), "top_k": 2, "renormalize": False}),
+    ],
+)
+def test_a_sum_reads_all_rows_alike(op, arguments, width):
+    """On GPUs torch reads what it sums up by 16 bytes, and what lies before the first such place of
+    a row by itself: the last bit of a log-probability depended on which row it was.
+    """
+    name = next(iter(REGISTRY[op].signature.parameters))
+    given = {name: normal(0, 40, width), **arguments}
+    with Places() as places:
+        found = run(op, "torch", ROWS, given)
+    assert places.sums > 0
+    assert places.uneven == 0
+    for a, b in zip(found, run(op, "torch", "native", given), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6)
