@@ -42,8 +42,16 @@ ABOUT = {"side": "a", "run": "r", "requests": 1, "steps": {}, "preemptions": 0, 
 
 
 def check(folder, mode="S", backend="torch", **options):
+    """Judge what an engine served, in all runs."""
     subject = open_subject(folder, load_format="dummy")
     return check_served(subject, [parse_target(f"{backend}:cpu")], modes=(mode,), **options)
+
+
+def check_runs(monkeypatch, folder, *runs):
+    """The same in some of the runs: a fault is planted that these show."""
+    with monkeypatch.context() as during:
+        during.setattr(served, "RUNS", {run: served.RUNS[run] for run in runs})
+        return check(folder, definition="off")
 
 
 @pytest.mark.parametrize(
@@ -359,7 +367,7 @@ HELD = {layer_twice: "weights layer.1.", rounded_tables: "rotary table cos"}
 )
 def test_a_fault_of_the_engine_is_seen_and_placed(small_model, monkeypatch, fault):
     fault(monkeypatch)
-    diff = check(small_model, definition="off")
+    diff = check_runs(monkeypatch, small_model, *FAULTS[fault])
     assert diff.exit_code == 1
     places = {entry.run: entry.first_wrong for entry in diff.served if entry.complaints}
     for run, place in FAULTS[fault].items():
@@ -414,7 +422,7 @@ ENCODINGS = {
 @pytest.mark.parametrize("fault", ENCODINGS)
 def test_parameters_that_are_encoded_wrong_are_seen(small_model, monkeypatch, fault):
     ENCODINGS[fault](monkeypatch)
-    diff = check(small_model, definition="off")
+    diff = check_runs(monkeypatch, small_model, "steps")
     assert diff.exit_code == 1
     assert "tokens are not those of their logits" in "".join(diff.served[0].complaints)
 
@@ -422,7 +430,7 @@ def test_parameters_that_are_encoded_wrong_are_seen(small_model, monkeypatch, fa
 def test_ranks_that_begin_at_zero_are_seen(small_model, monkeypatch):
     counted = SimpleNamespace(**vars(engine.itertools) | {"count": lambda first: count(first - 1)})
     monkeypatch.setattr(engine, "itertools", counted)
-    diff = check(small_model, definition="off")
+    diff = check_runs(monkeypatch, small_model, "steps")
     assert diff.exit_code == 1
     assert "has rank 0" in "".join(diff.served[0].complaints)
 
@@ -492,7 +500,8 @@ def test_programs_without_streams_are_judged_too(tmp_path, monkeypatch, backend,
 
 def test_what_is_wrong_with_streams_is_not_blamed_on_programs_without(small_model, monkeypatch):
     late_sample(monkeypatch)
-    wrong = {run.run: run.first_wrong for run in check(small_model, definition="off").served}
+    diff = check_runs(monkeypatch, small_model, "steps", "plain")
+    wrong = {run.run: run.first_wrong for run in diff.served}
     assert wrong["steps"].startswith("layer.1, in step")
     assert wrong["plain"] == "as in the run 'steps'"
 
