@@ -110,6 +110,13 @@ QUICK = " and not ".join(
         "measured[28672",
         "measured[8192",
         "measured[64128",
+        "fp8[1-96-208",
+        "fp8[33-128",
+        "fp8[33-96",
+        "(blocks_ahead and sinks and -16])",
+        "(blocks_ahead and not sinks and -64])",
+        "tokens[1-384",
+        "(by_page_and_by_slot and chunk)",
     ]
 )
 """Attention, experts and the MLP of few bits have tests of their own in this file, which are smaller
