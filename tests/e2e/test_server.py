@@ -1018,12 +1018,19 @@ def allowed(mode, *names):
 )
 def test_calls_that_are_asked_for_come(choice, names, client):
     """Streamed and whole the same, with arguments that keep to the schema."""
-    for seed in range(4):
-        call = dict(
-            model="demo", messages=MESSAGES, tools=TOOLS, tool_choice=choice, seed=seed,
-            temperature=1.0, parallel_tool_calls=False, max_tokens=200,
-        )  # fmt: skip
-        (whole,) = client.chat.completions.create(**call).choices
+    call = dict(
+        model="demo", messages=MESSAGES, tools=TOOLS, tool_choice=choice, seed=0, n=4,
+        temperature=1.0, parallel_tool_calls=False, max_tokens=200,
+    )  # fmt: skip
+    deltas = [
+        (one.index, delta.function)
+        for event in client.chat.completions.create(**call, stream=True)
+        for one in event.choices
+        for delta in one.delta.tool_calls or ()
+    ]
+    choices = client.chat.completions.create(**call).choices
+    assert len(choices) == 4
+    for whole in choices:
         assert whole.finish_reason == "tool_calls"
         assert not whole.message.content
         (called,) = whole.message.tool_calls
@@ -1032,11 +1039,7 @@ def test_calls_that_are_asked_for_come(choice, names, client):
         if called.function.name == "set_light":
             assert set(arguments) == {"level"}
             assert 0 <= arguments["level"] <= 99
-        pieces = [
-            delta.function
-            for event in client.chat.completions.create(**call, stream=True)
-            for delta in event.choices[0].delta.tool_calls or ()
-        ]
+        pieces = [function for index, function in deltas if index == whole.index]
         assert pieces[0].name == called.function.name
         assert "".join(piece.arguments for piece in pieces) == called.function.arguments
     if isinstance(choice, dict) and "function" in choice:
@@ -1065,11 +1068,12 @@ def test_calls_that_are_asked_for_come(choice, names, client):
 def test_arguments_are_an_object_whatever_else_a_schema_takes(parameters, client):
     tool = {"type": "function", "function": {"name": 'a "ü" b', "parameters": parameters}}
     must = {"type": "function", "function": {"name": 'a "ü" b'}}
-    for seed in range(6):
-        (choice,) = client.chat.completions.create(
-            model="demo", messages=MESSAGES, tools=[tool], tool_choice=must, seed=seed,
-            temperature=2.0, max_tokens=300,
-        ).choices  # fmt: skip
+    choices = client.chat.completions.create(
+        model="demo", messages=MESSAGES, tools=[tool], tool_choice=must, seed=0, n=6,
+        temperature=2.0, max_tokens=300,
+    ).choices  # fmt: skip
+    assert len(choices) == 6
+    for choice in choices:
         if choice.finish_reason == "length":
             continue
         (called,) = choice.message.tool_calls
