@@ -136,12 +136,12 @@ VARIANTS = {
 # The JAX worker, whose programs take half a minute of compiling for each, is given all of them in
 # `make test-slow`.
 ON_A_GPU = ["plain", "tiny cache"]
+IN_OTHERS = ["no prefix cache", "neither"]
+"""Of which there is one more that has their options beside others."""
+MARKS = dict.fromkeys(ON_A_GPU, pytest.mark.gpu) | dict.fromkeys(IN_OTHERS, pytest.mark.slow)
 CASES = [
     *(pytest.param(name, "jax", marks=pytest.mark.slow) for name in VARIANTS),
-    *(
-        pytest.param(name, "torch", marks=pytest.mark.gpu if name in ON_A_GPU else ())
-        for name in VARIANTS
-    ),
+    *(pytest.param(name, "torch", marks=MARKS.get(name, ())) for name in VARIANTS),
 ]
 
 

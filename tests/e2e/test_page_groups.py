@@ -115,13 +115,20 @@ CASES = [
 ]
 CASES = [case for case in CASES if case[1] != "tiny cache" or case[0] in TINY]
 ON_A_GPU = [("period", "default", "torch"), ("uneven", "loops", "torch")]
-IN_MAKE_TEST = ("uneven", "tiny cache", "jax")
+IN_MAKE_TEST = [
+    *((model, "default", "torch") for model in MODELS),
+    *(("uneven", "tiny cache", backend) for backend in ("torch", "jax")),
+    ("two sizes", "tiny cache", "torch"),
+    *((model, "no prefix cache", "torch") for model in ("only windows", "read")),
+    *((model, "loops", "torch") for model in ("uneven", "read")),
+]
+"""Each model, and each variant with two of them."""
 
 
 def marks(case):
     if case in ON_A_GPU:
         return pytest.mark.gpu
-    return () if case[2] == "torch" or case == IN_MAKE_TEST else pytest.mark.slow
+    return () if case in IN_MAKE_TEST else pytest.mark.slow
 
 
 @pytest.mark.parametrize(

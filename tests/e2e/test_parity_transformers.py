@@ -403,8 +403,11 @@ DENSE = [
     *("gemma2", "gemma3", "gemma4", "gemma4-small", "gemma4-experts"),
     *("glm4", "olmo2", "olmo3", "ministral3"),
 ]
+IN_TURN = ("gemma2", "gemma4", "gemma4-experts", "glm4")
+"""Have the caches of Gemma 3, of the small Gemma 4, and of OLMo 2: in `make test-slow`."""
 ON_BOTH = [
-    *(pytest.param(name, "torch") for name in DENSE),
+    *(pytest.param(name, "torch", marks=pytest.mark.slow) for name in IN_TURN),
+    *(pytest.param(name, "torch") for name in DENSE if name not in IN_TURN),
     *(pytest.param(name, "jax", marks=pytest.mark.slow) for name in DENSE),
 ]
 
