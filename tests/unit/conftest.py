@@ -4,7 +4,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 
 @pytest.fixture
@@ -25,6 +24,8 @@ def kernels(device):
 @pytest.fixture
 def hopper(monkeypatch):
     """What the kernels' launches ask of the chip is answered as by one of compute capability 9.0."""
+    import torch
+
     from twinfer.gpu.kernels import counters, launch
 
     if launch.INTERPRETED:
