@@ -117,6 +117,7 @@ QUICK = " and not ".join(
         "(blocks_ahead and not sinks and -64])",
         "tokens[1-384",
         "(by_page_and_by_slot and chunk)",
+        "twice_gives_the_same_bits",
     ]
 )
 """Attention, experts and the MLP of few bits have tests of their own in this file, which are smaller
