@@ -18,6 +18,8 @@ from .conftest import build
 from .quantized_checkpoints import make, make_mxfp4
 
 COUNT = 64
+FEW = 24
+"""Enough for chunks, more requests than rows, and some that give way."""
 SIZES = {
     "max_model_len": 128,
     "max_num_seqs": 16,
@@ -56,15 +58,15 @@ def served(llm, groups, requests):
     return found
 
 
-def company(folder, device, **options):
-    """How many of the requests change their bits by company, and how often one gave way."""
+def company(folder, device, count=COUNT, **options):
+    """How many of so many requests change their bits by company, and how often one gave way."""
     options = SIZES | {"dtype": "bfloat16", "demand": DEMAND} | options
     with LLM(folder, device=device, **options) as llm:
         requests = list(workload(llm.engine.model.vocab_size))
-        alone = served(llm, [[i] for i in range(COUNT)], requests)
-        together = served(llm, [range(COUNT)], requests)
+        alone = served(llm, [[i] for i in range(count)], requests)
+        together = served(llm, [range(count)], requests)
         preempted = llm.engine.metrics().preemptions
-    return sum(alone[i] != together[i] for i in range(COUNT)), preempted
+    return sum(alone[i] != together[i] for i in range(count)), preempted
 
 
 FAMILIES = ("qwen3", "gemma3", "gemma4-small", "olmo2", "mixtral", "minimax-m2", "gemma4-experts")
@@ -76,11 +78,17 @@ QUICK = [("torch", "qwen3"), ("torch", "mixtral"), ("torch", "fp8-channel")]
 FEW_PAGES = {"gemma4-experts": 90, "mxfp4": 75}
 """Layers with windows hold few pages: fewer must be there for some request to give way."""
 CASES = [
-    pytest.param(
-        backend, model, marks=pytest.mark.gpu if (backend, model) in QUICK else pytest.mark.slow
-    )
-    for backend in ("torch", "jax")
-    for model in FAMILIES + FORMATS
+    *(pytest.param(*case, FEW) for case in QUICK),
+    *(
+        pytest.param(
+            backend,
+            model,
+            COUNT,
+            marks=[pytest.mark.slow, *([pytest.mark.gpu] if (backend, model) in QUICK else [])],
+        )
+        for backend in ("torch", "jax")
+        for model in FAMILIES + FORMATS
+    ),
 ]
 
 
@@ -95,12 +103,12 @@ def make_model(name, folder):
         make(folder, name)
 
 
-@pytest.mark.parametrize(("backend", "model"), CASES)
-def test_company_changes_no_bit(backend, model, device, tmp_path):
+@pytest.mark.parametrize(("backend", "model", "count"), CASES)
+def test_company_changes_no_bit(backend, model, count, device, tmp_path):
     make_model(model, str(tmp_path / "it"))
     pages = {"num_pages": FEW_PAGES.get(model, SIZES["num_pages"])}
     options = {"backend": backend, "row_invariant": True} | pages
-    changed, preempted = company(str(tmp_path / "it"), device, **options)
+    changed, preempted = company(str(tmp_path / "it"), device, count, **options)
     assert preempted > 0
     assert changed == 0
 
