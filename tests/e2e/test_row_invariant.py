@@ -77,18 +77,11 @@ FORMATS = (
 QUICK = [("torch", "qwen3"), ("torch", "mixtral"), ("torch", "fp8-channel")]
 FEW_PAGES = {"gemma4-experts": 90, "mxfp4": 75}
 """Layers with windows hold few pages: fewer must be there for some request to give way."""
+ALL = [(backend, model) for backend in ("torch", "jax") for model in FAMILIES + FORMATS]
 CASES = [
     *(pytest.param(*case, FEW) for case in QUICK),
-    *(
-        pytest.param(
-            backend,
-            model,
-            COUNT,
-            marks=[pytest.mark.slow, *([pytest.mark.gpu] if (backend, model) in QUICK else [])],
-        )
-        for backend in ("torch", "jax")
-        for model in FAMILIES + FORMATS
-    ),
+    *(pytest.param(*case, COUNT, marks=[pytest.mark.slow, pytest.mark.gpu]) for case in QUICK),
+    *(pytest.param(*case, COUNT, marks=pytest.mark.slow) for case in ALL if case not in QUICK),
 ]
 
 

@@ -49,8 +49,10 @@ def signature(value):
 
 
 @pytest.fixture
-def compiled(hopper, monkeypatch):
+def compiled(hopper, monkeypatch, tmp_path_factory):
     """Kernels are compiled for a chip instead of being launched: their names, in order."""
+    # What a run has compiled is no other run's, and nothing for a user's own cache folder.
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
