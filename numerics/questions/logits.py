@@ -296,6 +296,20 @@ def transformers_logits(
     }
 
 
+def transformers_embedding(subject: Subject, ids: np.ndarray) -> np.ndarray:
+    """What the layers of transformers' model are given of tokens [tok dim] float32, in the run
+    dtype. Raises BackendUnavailable if the package is not there.
+    """
+    model = load_transformers(subject)
+    import torch
+
+    with torch.inference_mode():
+        given = torch.from_numpy(np.asarray(ids, np.int64))[None]
+        found = model(given, use_cache=False, output_hidden_states=True).hidden_states[0][0]
+    out: np.ndarray = found.float().numpy()
+    return out
+
+
 def load_transformers(subject: Subject) -> Any:
     """The model of Hugging Face transformers on the CPU, in the run dtype, with the subject's
     weights. Raises BackendUnavailable if the package is not there.

@@ -25,6 +25,7 @@ import numpy as np
 
 from ...shared.engine import Engine, TokenLogprobs
 from ...shared.errors import ConfigError
+from ...shared.models import decoder
 from ...shared.models.families import model_of
 from ...shared.models.spec import Attention
 from ...shared.request import FinishReason
@@ -41,7 +42,7 @@ from ..judging.streams import StreamErrors, judge_streams
 from ..judging.weights import check_held
 from ..progress import Progress, silent
 from ..sides.narrow_cache import ApartEntries, Writing
-from ..sides.reference import reference_of, total
+from ..sides.reference import bound, reference_of, total
 from ..sides.serving import Answer, Ask, Served, refusal, serve
 from ..sides.steps import (
     check_prompt,
@@ -51,7 +52,7 @@ from ..sides.steps import (
     owned_rows,
 )
 from ..sides.subject import HostWeights, Subject, Target, name_sides, widened_layer
-from .logits import TRANSFORMERS, transformers_logits
+from .logits import TRANSFORMERS, transformers_embedding, transformers_logits
 from .model import Caches, Comparison, Streams
 
 Definition = Literal["auto", "transformers", "off"]
@@ -204,6 +205,7 @@ def check_served(
         said: str | None = f"not checked, {TRANSFORMERS} is not installed"
     else:
         said = "not checked" if definition == "off" else None
+    asks = said is None
     whole = Diff(tuple(named))
     if subject.dtype == "float32" and "S" in modes:
         modes = [mode for mode in modes if mode != "P"]
@@ -211,7 +213,8 @@ def check_served(
         where = subject.for_mode(mode)
         runs = RUNS if mode == modes[-1] else [run for run in RUNS if run != "plain"]
         own = definition != "off" and mode == modes[0]
-        diff = _check(where, named, mode, runs, prompts, said, own, progress)
+        rounded = asks and where.dtype != "float32"
+        diff = _check(where, named, mode, runs, prompts, said, own, rounded, progress)
         whole.extend(diff)
         whole.environment |= diff.environment
         said = whole.environment["definition"]
@@ -221,10 +224,11 @@ def check_served(
 def _check(
     subject: Subject, targets: Mapping[str, Target], mode: Mode, names: Iterable[str],
     prompts: Sequence[np.ndarray] | None, definition: str | None, narrow: bool,
-    progress: Progress,
+    embedding: bool, progress: Progress,
 ) -> Diff:  # fmt: skip
     """The same in one dtype, in the runs `names`. `definition`: what is known of it; None: ask.
-    `narrow`: look at the definitions of narrow weights and caches.
+    `narrow`: look at the definitions of narrow weights and caches, `embedding`: at that of an
+    embedding that is multiplied.
     """
     started = time.perf_counter()
     runs: dict[tuple[str, str], Served] = {}
@@ -258,6 +262,8 @@ def _check(
     diff.extend(held)
     if runs and narrow:
         positions.check_narrow()
+    if runs and embedding and positions.faithful.spec.embedding_scale != 1.0:
+        positions.check_embedding()
     if definition is None and not runs:
         definition = "not checked, no engine served"
     elif definition is None:
@@ -575,6 +581,21 @@ class _Positions(Comparison):
             f"{TRANSFORMERS} {about['plan']} in float32, {len(places)} positions, relative error "
             f"{m.rel_l2:.2g} (limit {gate.rel_l2:.2g})"
         )
+
+    def check_embedding(self) -> None:
+        """Compare the embedding of the faithful reference with that of transformers in the run
+        dtype, where it is multiplied by a number that may be rounded: in float32 it is the same.
+        """
+        ids = self.sequences[0]
+        theirs = transformers_embedding(self.subject.plain, ids)
+        given = bound(exact=False), self.faithful.spec, self.weights.top(), ids
+        ours = decoder.embed(*given).astype(np.float32)
+        wrong = int((ours != theirs).any(1).sum())
+        if wrong:
+            self.diff.problems.append(
+                f"our definition: {TRANSFORMERS} gives {wrong} of {len(ids)} tokens another "
+                f"embedding in {self.subject.dtype}; what all sides share is wrong, or theirs is"
+            )
 
     def check_narrow(self) -> None:
         """Compare the definitions of narrow weights and of a narrow cache with what is made apart
