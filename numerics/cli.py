@@ -11,7 +11,9 @@ from typing import Any
 from ..shared import option_text
 from ..shared.config import DTYPES, LOAD_FORMATS
 from ..shared.errors import ConfigError, TwinferError
+from ..shared.kv_config import NARROW
 from ..shared.models.arguments import add_model
+from ..shared.models.quantization import WHEN_LOADED
 from .errors import InfrastructureError
 
 TARGET = "BACKEND:DEVICE[:KEY=VALUE,...]"
@@ -60,6 +62,7 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
         commands, "model", "two backends layer by layer and op by op, against both references"
     )
     _model_flags(model, "of mode P; mode S is in float32")
+    _storage_flags(model)
     _pair_flags(model)
     _output_flags(model)
     _faults_flag(model)
@@ -105,6 +108,7 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
         commands, "invariants", "what must not change a model's logits, on one backend"
     )
     _model_flags(invariants)
+    _storage_flags(invariants)
     _target_flag(invariants, "--on", "jax:cpu")
     _mode_flag(invariants)
     _names_flag(invariants, "--relation", "these relations only (default: those that apply)")
@@ -136,6 +140,7 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
         "what engines serve, tokens and log-probabilities, against the reference",
     )
     _model_flags(served)
+    _storage_flags(served)
     _targets_flag(served, "--on", "jax:cpu and torch:cpu")
     _mode_flag(served)
     _definition(served)
@@ -145,6 +150,7 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
         commands, "check", "two backends and a model in every way, one verdict, one first cause"
     )
     _model_flags(check)
+    _storage_flags(check)
     _pair_flags(check)
     _mode_flag(check)
     _definition(check)
@@ -313,6 +319,37 @@ def _model_flags(
         "tokens of a request at most, from 64; references run on the host and need scores "
         "of N x N numbers a head",
     )
+
+
+def _storage_flags(parser: argparse.ArgumentParser) -> None:
+    """Engine options that say what weights and cache hold, of all sides."""
+    parser.add_argument(
+        "--quantization",
+        choices=tuple(WHEN_LOADED),
+        help="hold the weights of projections so, quantised when they are loaded, on all sides",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", *NARROW),
+        default="auto",
+        help="what the KV cache of all sides holds; auto: as the model runs",
+    )
+    parser.add_argument(
+        "--kv-cache-scales",
+        type=_scales,
+        metavar="K,V",
+        help="what K and V are divided by in a narrow cache (default: the checkpoint's, else 1,1; "
+        "int8 needs them)",
+    )
+
+
+def _scales(text: str) -> tuple[float, float]:
+    """What a flag says. Raises ArgumentTypeError."""
+    try:
+        first, second = option_text.scales(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return float(first), float(second)
 
 
 def _json_flag(parser: argparse.ArgumentParser) -> None:

@@ -278,7 +278,11 @@ def _subject(arguments: Arguments) -> Subject:
     if arguments.max_model_len < 64:
         raise ConfigError(f"max_model_len: got {arguments.max_model_len}, allowed is at least 64")
     names = "dtype", "load_format", "seed", "tokens", "max_model_len"
-    return open_subject(arguments.model, **{name: getattr(arguments, name) for name in names})
+    given = {name: getattr(arguments, name) for name in names}
+    # Of the commands that have these flags.
+    more = "quantization", "kv_cache_dtype", "kv_cache_scales"
+    given |= {name: getattr(arguments, name) for name in more if hasattr(arguments, name)}
+    return open_subject(arguments.model, **given)
 
 
 def _pair(arguments: Arguments) -> list[Target]:
@@ -365,7 +369,8 @@ def command(arguments: Arguments) -> str:
         if value == action.default and action.dest not in SIDES:
             continue
         for one in value if isinstance(value, list) else [value]:
-            words += [*action.option_strings[-1:], str(one)]
+            text = ",".join(map(str, one)) if isinstance(one, tuple) else str(one)
+            words += [*action.option_strings[-1:], text]
     return shlex.join(words)
 
 

@@ -30,11 +30,18 @@ def with_scales(
 
     Raises ConfigError for an int8 cache without scales, CheckpointError for scales of some layers.
     """
+    return scaled_model(model, config.kv_cache_dtype, config.kv_cache_scales, folder)
+
+
+def scaled_model(
+    model: ModelConfig, dtype: str, given: tuple[float, float] | None, folder: str | None
+) -> tuple[ModelConfig, list[Change]]:
+    """The same for a cache of `dtype`, as numpy calls it, with these scales `given`."""
     found = []
     if folder is not None:
         with Checkpoint(folder) as checkpoint:
             found = _scales_in(checkpoint, model)
-    scales, changes = _choose(config.kv_cache_dtype, config.kv_cache_scales, found)
+    scales, changes = _choose(dtype, given, found)
     return replace(model, kv_scales=scales), changes
 
 

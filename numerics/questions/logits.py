@@ -31,7 +31,15 @@ from ..sides.http_server import Reading, Served, Tops, read_server
 from ..sides.reference import total
 from ..sides.side import Side, open_sides
 from ..sides.steps import NEW_TOKENS, make_owned_steps, where
-from ..sides.subject import HostWeights, Subject, Target, checkpoint_of, name_sides, parse_target
+from ..sides.subject import (
+    HostWeights,
+    Subject,
+    Target,
+    checkpoint_of,
+    name_sides,
+    parse_target,
+    widened_layer,
+)
 from .model import LIMITS, Caches, Comparison, Streams
 
 TRANSFORMERS = "transformers"
@@ -257,18 +265,21 @@ def transformers_logits(
     subject: Subject, prompts: Sequence[np.ndarray], wide: bool = False
 ) -> tuple[list[np.ndarray], dict[str, Any]]:
     """Logits [position vocab] of each prompt by Hugging Face transformers on the CPU, and what it
-    ran on. `wide` computes in float32 with the weights of the run dtype.
+    ran on. `wide` computes in float32 with the weights of the run dtype. Narrow weights are what
+    they stand for there; it quantises no tokens, and its cache is wide.
 
     Raises BackendUnavailable if the package is not there, ConfigError for prompts that both rotate
     differently.
     """
     _check_factors(subject, prompts)
-    model = load_transformers(subject)
+    model = load_transformers(subject.plain)
     import torch
     import transformers
 
     if wide:
         model.float()
+    if subject.quantization is not None:
+        model.load_state_dict(_widened_state(subject), strict=False)
     with torch.inference_mode():
         found = [
             model(torch.from_numpy(np.asarray(ids, np.int64))[None], use_cache=False)
@@ -283,6 +294,20 @@ def transformers_logits(
         "device": f"cpu, attention {attention}",
         "plan": transformers.__version__,
     }
+
+
+def transformers_embedding(subject: Subject, ids: np.ndarray) -> np.ndarray:
+    """What the layers of transformers' model are given of tokens [tok dim] float32, in the run
+    dtype. Raises BackendUnavailable if the package is not there.
+    """
+    model = load_transformers(subject)
+    import torch
+
+    with torch.inference_mode():
+        given = torch.from_numpy(np.asarray(ids, np.int64))[None]
+        found = model(given, use_cache=False, output_hidden_states=True).hidden_states[0][0]
+    out: np.ndarray = found.float().numpy()
+    return out
 
 
 def load_transformers(subject: Subject) -> Any:
@@ -324,6 +349,20 @@ def _check_factors(subject: Subject, prompts: Sequence[np.ndarray]) -> None:
             f"{switch}, up to which transformers takes other longrope factors, or longer prompts "
             "only"
         )
+
+
+def _widened_state(subject: Subject) -> dict[str, Any]:
+    """What narrow weights stand for, under their names in a checkpoint, as torch tensors."""
+    from ...ops.namespaces.torch_ import from_numpy
+
+    plain, narrow = HostWeights(subject.plain), HostWeights(subject)
+
+    def of_layer(index: int) -> dict[str, np.ndarray]:
+        wide = {name: pair[0] for name, pair in widened_layer(narrow, index).items()}
+        found = plain.layer(index) | wide
+        return {name: x.astype(np.float32) for name, x in found.items()}
+
+    return {key: from_numpy(tensor) for key, tensor in checkpoint_of(plain, of_layer).items()}
 
 
 def _state(subject: Subject) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from ..progress import Progress, silent
 from ..sides.environment import describe
 from ..sides.fault import Fault
 from ..sides.jitter import HALF_ULP32, Jitter
+from ..sides.narrow_cache import HeldEntries, OtherNeighbours, doubt, is_narrow
 from ..sides.passes import Stepwise
 from ..sides.reference import State, reference_of, sources_of, storage_dtype, total
 from ..sides.sampling import chooser_of, sampled_rows, sampling_field
@@ -89,21 +90,28 @@ class Comparison:
         self.subject, self.mode, self.taps = subject, mode, tuple(taps)
         self.dtype = storage_dtype(subject.dtype)
         self.model = subject.model
+        self._cache_dtype = storage_dtype(subject.cache_dtype)
         self._given = () if start is None else start
         self.layers = set(range(self.model.num_layers) if layers is None else layers)
         self.weights = HostWeights(subject)
         self.sources = sources_of(self.model)
-        self._reference = partial(reference_of, subject)
-        self.exact = self._reference(exact=True)
-        self.faithful = self._reference(exact=False)
-        self.local = self._reference(exact=True)
-        self.local_faithful = self._reference(exact=False)
-        self.sides = [Judged(side, name) for name, side in sides.items()]
-        self.diff = Diff(tuple(sides))
         self.reduction = max(self.model.hidden_size, self.model.intermediate_size)
         # In float32 a faithful reference has one order of sums where a backend has another: there
         # is no rounding that both make, and mode P is mode S.
         self.gates: Mode = "S" if subject.dtype == "float32" else mode
+        # In the run dtype the faithful reference is beside as many ties as a backend is.
+        self._held: HeldEntries | None = None
+        ties: OtherNeighbours | None = None
+        if self.gates == "S" and subject.cache_dtype != subject.dtype:
+            share = doubt(self.reduction, Family().deviations)
+            self._held, ties = HeldEntries(share), OtherNeighbours(share)
+        self._reference = partial(reference_of, subject)
+        self.exact = self._reference(exact=True)
+        self.faithful = self._reference(exact=False, writing=ties)
+        self.local = self._reference(exact=True, writing=self._held)
+        self.local_faithful = self._reference(exact=False)
+        self.sides = [Judged(side, name) for name, side in sides.items()]
+        self.diff = Diff(tuple(sides))
         self.family = Family()
         self._half_ulp = HALF_ULP32 if self.gates == "S" else limits(self.dtype).half_ulp
         self._run_amplified: tuple[tuple[int, int], list[Amplified]] = (-1, 0), []
@@ -128,7 +136,7 @@ class Comparison:
         caches = empty_caches(self.subject, steps)
         for index, given in enumerate(self._given):
             caches[index] = caches[index].copy()
-            caches[index][: len(given)] = given.astype(self.dtype)
+            caches[index][: len(given)] = given.astype(self._cache_dtype)
         return caches
 
     # --- a step
@@ -140,7 +148,7 @@ class Comparison:
             raise NotComparable("there are no steps to compare")
         started = time.perf_counter()
         start = self._first_caches(steps)
-        self._kv = [{True: x.astype(np.float64), False: x} for x in start]
+        self._kv = [{True: x if is_narrow(x) else x.astype(np.float64), False: x} for x in start]
         self._steps, self._start = steps, start
         for judged in self.sides:
             judged.side.begin(start)
@@ -253,6 +261,8 @@ class Comparison:
         output: np.ndarray, rows: np.ndarray,
     ) -> None:  # fmt: skip
         """Judge a layer and its ops on what the layer was given."""
+        if self._held is not None:
+            self._held.held = judged.ran.after[self.sources[index]]
         expected = total(self.local.layer(index, weights, inputs))
         noisy = total(self.local_faithful.layer(index, weights, inputs))
         self._ops(judged, index, self.local_faithful.calls, inputs)
@@ -275,7 +285,7 @@ class Comparison:
 
         def run(rng: np.random.Generator) -> list[np.ndarray]:
             jitter = Jitter(rng, self._half_ulp)
-            reference = self._reference(exact=True, tracer=jitter)
+            reference = self._reference(exact=True, tracer=jitter, writing=self._held)
             reference.begin(self.step)
             reference.embed(self.weights.top())  # for layers that have inputs of their own
             return [total(reference.layer(index, weights, inputs))[rows]]

@@ -25,6 +25,7 @@ import numpy as np
 
 from ...shared.engine import Engine, TokenLogprobs
 from ...shared.errors import ConfigError
+from ...shared.models import decoder
 from ...shared.models.families import model_of
 from ...shared.models.spec import Attention
 from ...shared.request import FinishReason
@@ -40,11 +41,18 @@ from ..judging.served import BEHIND, WITHOUT_STREAMS, Row, judge_row, judge_rows
 from ..judging.streams import StreamErrors, judge_streams
 from ..judging.weights import check_held
 from ..progress import Progress, silent
-from ..sides.reference import total
+from ..sides.narrow_cache import ApartEntries, Writing
+from ..sides.reference import bound, reference_of, total
 from ..sides.serving import Answer, Ask, Served, refusal, serve
-from ..sides.steps import check_prompt, default_prompts, make_owned_steps
-from ..sides.subject import HostWeights, Subject, Target, name_sides
-from .logits import TRANSFORMERS, transformers_logits
+from ..sides.steps import (
+    check_prompt,
+    default_prompts,
+    empty_caches,
+    make_owned_steps,
+    owned_rows,
+)
+from ..sides.subject import HostWeights, Subject, Target, name_sides, widened_layer
+from .logits import TRANSFORMERS, transformers_embedding, transformers_logits
 from .model import Caches, Comparison, Streams
 
 Definition = Literal["auto", "transformers", "off"]
@@ -70,6 +78,8 @@ more are off, it is no luck, and the head of a large vocabulary for each would t
 """
 DEFINED = 6
 """Sequences that transformers is asked for."""
+SAME = 1e-6
+"""Relative error of logits that are of the same numbers in float64, but for scales in float32."""
 ENGINE_FAILED = "the engine failed with"
 ENDED_BY_ERROR = "ended by error"
 LISTED = "list of log-probabilities"
@@ -195,13 +205,16 @@ def check_served(
         said: str | None = f"not checked, {TRANSFORMERS} is not installed"
     else:
         said = "not checked" if definition == "off" else None
+    asks = said is None
     whole = Diff(tuple(named))
     if subject.dtype == "float32" and "S" in modes:
         modes = [mode for mode in modes if mode != "P"]
     for mode in modes:
         where = subject.for_mode(mode)
         runs = RUNS if mode == modes[-1] else [run for run in RUNS if run != "plain"]
-        diff = _check(where, named, mode, runs, prompts, said, progress)
+        own = definition != "off" and mode == modes[0]
+        rounded = asks and where.dtype != "float32"
+        diff = _check(where, named, mode, runs, prompts, said, own, rounded, progress)
         whole.extend(diff)
         whole.environment |= diff.environment
         said = whole.environment["definition"]
@@ -210,9 +223,13 @@ def check_served(
 
 def _check(
     subject: Subject, targets: Mapping[str, Target], mode: Mode, names: Iterable[str],
-    prompts: Sequence[np.ndarray] | None, definition: str | None, progress: Progress,
+    prompts: Sequence[np.ndarray] | None, definition: str | None, narrow: bool,
+    embedding: bool, progress: Progress,
 ) -> Diff:  # fmt: skip
-    """The same in one dtype, in the runs `names`. `definition`: what is known of it; None: ask."""
+    """The same in one dtype, in the runs `names`. `definition`: what is known of it; None: ask.
+    `narrow`: look at the definitions of narrow weights and caches, `embedding`: at that of an
+    embedding that is multiplied.
+    """
     started = time.perf_counter()
     runs: dict[tuple[str, str], Served] = {}
     held = Diff(tuple(targets))
@@ -243,6 +260,10 @@ def _check(
     positions = _Positions(subject, mode, runs)
     diff = positions.judge(progress) if runs else Diff(tuple(targets))
     diff.extend(held)
+    if runs and narrow:
+        positions.check_narrow()
+    if runs and embedding and positions.faithful.spec.embedding_scale != 1.0:
+        positions.check_embedding()
     if definition is None and not runs:
         definition = "not checked, no engine served"
     elif definition is None:
@@ -540,8 +561,12 @@ class _Positions(Comparison):
         some = self.sequences[:DEFINED]
         logits, about = transformers_logits(self.subject, some, wide=True)
         places = sorted(self.kept)
+        kept, alone = self.kept, self.subject.weights_alone
+        if alone.model != self.model or alone.cache_dtype != self.subject.cache_dtype:
+            # Of tokens and caches that are narrow it knows nothing: `check_narrow` looks at them.
+            kept = exact_logits(alone, some)
         got = np.stack([logits[prompt][position] for prompt, position in places])
-        right = np.stack([self.kept[place] for place in places])
+        right = np.stack([kept[place] for place in places])
         m = measure(got, right, right)
         gate = replace(semantics("logits", self.reduction, self.model.num_layers), slope=None)
         found = [*gate.complaints(m)]
@@ -556,6 +581,80 @@ class _Positions(Comparison):
             f"{TRANSFORMERS} {about['plan']} in float32, {len(places)} positions, relative error "
             f"{m.rel_l2:.2g} (limit {gate.rel_l2:.2g})"
         )
+
+    def check_embedding(self) -> None:
+        """Compare the embedding of the faithful reference with that of transformers in the run
+        dtype, where it is multiplied by a number that may be rounded: in float32 it is the same.
+        """
+        ids = self.sequences[0]
+        theirs = transformers_embedding(self.subject.plain, ids)
+        given = bound(exact=False), self.faithful.spec, self.weights.top(), ids
+        ours = decoder.embed(*given).astype(np.float32)
+        wrong = int((ours != theirs).any(1).sum())
+        if wrong:
+            self.diff.problems.append(
+                f"our definition: {TRANSFORMERS} gives {wrong} of {len(ids)} tokens another "
+                f"embedding in {self.subject.dtype}; what all sides share is wrong, or theirs is"
+            )
+
+    def check_narrow(self) -> None:
+        """Compare the definitions of narrow weights and of a narrow cache with what is made apart
+        from the ops: both sides and both references share them.
+        """
+        subject = self.subject
+        if subject.quantization is not None:
+            self._check_narrow_weights()
+        if subject.cache_dtype == subject.dtype:
+            return
+
+        def scales(layer: int) -> Mapping[str, np.ndarray]:
+            held, given = self.weights.layer(layer), subject.kv_cache_scales
+            heads = subject.layout.page_shape(layer)[1] // 2
+            pairs = zip(("k_scale", "v_scale"), given or (1.0, 1.0), strict=True)
+            if given is None and self.model.kv_scales is not None:
+                return held
+            return {name: np.full(heads, value, np.float32) for name, value in pairs}
+
+        apart = ApartEntries(subject.cache_dtype, scales)
+        found = exact_logits(subject.plain_cache, self.sequences[:DEFINED], apart)
+        places = sorted(self.kept)
+        got, right = (np.stack([x[place] for place in places]) for x in (self.kept, found))
+        m = measure(got, right, right)
+        if not m.rel_l2 <= SAME:
+            prompt, position = places[m.worst[0]]
+            self.diff.problems.append(
+                "our definition: keys and values that a cache of "
+                f"{subject.cache_dtype} holds, made apart from the ops, give other logits "
+                f"(relative error {m.rel_l2:.3g} > {SAME:g}), most at position {position} of "
+                f"sequence {prompt}; what all sides share is wrong"
+            )
+
+    def _check_narrow_weights(self) -> None:
+        plain = HostWeights(self.subject.plain)
+        for layer in range(self.model.num_layers):
+            for name, (wide, step) in widened_layer(self.weights, layer).items():
+                off = np.abs(wide - plain.layer(layer)[name].astype(np.float64))
+                wrong = off > 0.51 * step
+                if wrong.any():
+                    self.diff.problems.append(
+                        f"our definition: layer.{layer}.{name} in {self.subject.quantization} is "
+                        f"off by more than half a step in {wrong.mean():.1%} of the elements"
+                    )
+
+
+def exact_logits(
+    subject: Subject, sequences: Sequence[np.ndarray], writing: Writing | None = None
+) -> dict[tuple[int, int], np.ndarray]:
+    """Logits [vocab] of the exact reference by (sequence, position)."""
+    owned = [*make_owned_steps(subject, sequences, 1)]
+    steps = [step for step, _ in owned]
+    reference = reference_of(subject, exact=True, writing=writing)
+    runs = reference.run_steps(HostWeights(subject), empty_caches(subject, steps), steps)
+    return {
+        place: found[-1][row]
+        for (step, owners), found in zip(owned, runs, strict=True)
+        for row, place in enumerate(owned_rows(step, owners))
+    }
 
 
 def _wanted(run: tuple[str, str], number: int, answer: Answer) -> Iterator[tuple[int, _Wanted]]:

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from ...bucketing import Table
-from ...ops.namespaces import namespace
 from ...shared.errors import ConfigError, RequestError
 from ...shared.packer import pack
 from ...shared.page_groups import PageGroup
@@ -25,6 +24,7 @@ from ...shared.scheduler import Scheduler
 from ...shared.scheduler_config import SchedulerConfig
 from ...shared.step import StepInput, StepShape
 from ...shared.tokenizer import Tokenizer
+from .narrow_cache import empty
 from .subject import Subject
 
 LENGTHS = (40, 3, 61, 17, 30, 1)
@@ -218,13 +218,12 @@ def cache_shapes(subject: Subject, pages: int) -> list[tuple[int, ...]]:
 
 
 def empty_caches(subject: Subject, steps: Sequence[StepInput]) -> list[np.ndarray]:
-    """The cache of each layer before the first step. Slots that nobody wrote hold NaN: whoever
-    reads one shows it. Layers of one shape share it.
+    """The cache of each layer before the first step. Slots that nobody wrote hold NaN, or what no
+    int8 cache holds: whoever reads one shows it. Layers of one shape share it.
     """
-    dtype = namespace("numpy").float_dtype(subject.dtype)
     shapes = cache_shapes(subject, pages_of(steps))
-    empty = {shape: np.full(shape, np.nan, dtype) for shape in shapes}
-    return [empty[shape] for shape in shapes]
+    made = {shape: empty(shape, subject.cache_dtype) for shape in shapes}
+    return [made[shape] for shape in shapes]
 
 
 def real_tokens(step: StepInput) -> int:

@@ -18,6 +18,8 @@ from ...shared.config import BACKENDS, DEVICES, LOAD_FORMATS, EngineConfig, Reso
 from ...shared.config import DTYPES as RUN_DTYPES
 from ...shared.demand import ANYTHING, Demand
 from ...shared.errors import ConfigError
+from ...shared.kv_config import NARROW
+from ...shared.kv_scales import scaled_model
 from ...shared.models import decoder
 from ...shared.models.caches import CacheLayout, cache_layout
 from ...shared.models.calls import DTYPES
@@ -25,8 +27,9 @@ from ...shared.models.config import ModelConfig
 from ...shared.models.config_json import load_config
 from ...shared.models.locate import model_folder
 from ...shared.models.shapes import check_weights
-from ...shared.models.table import TOP, Parameter, ParameterTable, keys
+from ...shared.models.table import TOP, Parameter, ParameterTable, keys, piece_name
 from ...shared.narrow_checkpoint import open_checkpoint
+from ...shared.quantized import with_quantization
 from ...shared.step import StepInput
 from ...shared.weights import (
     check_checkpoint,
@@ -132,6 +135,42 @@ class Subject:
     tokens: int = 64
     page_size: int = 16
     num_pages: int = 64
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    kv_cache_scales: tuple[float, float] | None = None
+
+    @property
+    def plain(self) -> Subject:
+        """The same with the checkpoint's weights, and a cache that holds keys and values
+        themselves.
+        """
+        model = replace(self.model, kv_scales=None)
+        if self.quantization is not None:
+            model = replace(model, quantization=None)
+        return replace(
+            self, model=model, quantization=None, kv_cache_dtype="auto", kv_cache_scales=None
+        )
+
+    @property
+    def plain_cache(self) -> Subject:
+        """The same with a cache that holds keys and values themselves."""
+        model = replace(self.model, kv_scales=None)
+        return replace(self, model=model, kv_cache_dtype="auto", kv_cache_scales=None)
+
+    @property
+    def weights_alone(self) -> Subject:
+        """The same with narrow weights as they are, but tokens and a cache that are not narrow."""
+        plain, quantization = self.plain, self.model.quantization
+        if self.quantization is None or quantization is None:
+            return plain
+        narrow = replace(quantization.narrow, activations=None, activation_group=0)
+        model = replace(plain.model, quantization=replace(quantization, narrow=narrow))
+        return replace(plain, model=model, quantization=self.quantization)
+
+    @property
+    def cache_dtype(self) -> str:
+        """numpy's name of what the cache holds."""
+        return NARROW.get(self.kv_cache_dtype, self.dtype)
 
     def with_dtype(self, dtype: str) -> Subject:
         """The same in another run dtype."""
@@ -148,11 +187,14 @@ class Subject:
         usual = {
             "dtype": self.model.dtype, "load_format": "auto", "seed": 0, "tokens": 64,
             "max_model_len": min(MAX_MODEL_LEN, self.model.max_position_embeddings),
+            "quantization": None, "kv_cache_dtype": "auto", "kv_cache_scales": None,
         }  # fmt: skip
         words = []
         for name, value in usual.items():
-            if getattr(self, name) != value:
-                words += [f"--{name.replace('_', '-')}", str(getattr(self, name))]
+            own = getattr(self, name)
+            if own != value:
+                text = ",".join(map(str, own)) if isinstance(own, tuple) else str(own)
+                words += [f"--{name.replace('_', '-')}", text]
         return words
 
     def for_mode(self, mode: str) -> Subject:
@@ -166,7 +208,10 @@ class Subject:
 
     def engine_config(self, target: Target, **options: Any) -> EngineConfig:
         """What an engine of `target` is started with. `options` go before those of the target."""
-        names = "dtype", "load_format", "seed", "max_model_len", "max_num_seqs", "page_size"
+        names = (
+            "dtype", "load_format", "seed", "max_model_len", "max_num_seqs", "page_size",
+            "quantization", "kv_cache_dtype", "kv_cache_scales",
+        )  # fmt: skip
         values = {name: getattr(self, name) for name in names} | {
             "model": self.name, "backend": target.backend, "device": target.device,
             "max_num_batched_tokens": self.most_tokens, "op_priority": dict(target.providers),
@@ -202,7 +247,10 @@ class Subject:
         weights' source, seed.
         """
         weights = f"dummy {self.seed}" if self.load_format == "dummy" else "checkpoint"
-        return hashlib.sha256(f"{self.model.raw_hash}/{weights}".encode()).hexdigest()[:16]
+        narrow = self.quantization, self.kv_cache_dtype, self.kv_cache_scales
+        options = "" if narrow == (None, "auto", None) else f"/{narrow}"
+        text = f"{self.model.raw_hash}/{weights}{options}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def open_subject(
@@ -215,17 +263,44 @@ def open_subject(
     max_num_seqs: int = 8,
     max_model_len: int = MAX_MODEL_LEN,
     page_size: int = 16,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
+    kv_cache_scales: tuple[float, float] | None = None,
 ) -> Subject:
-    """The subject for a model folder, or the word demo. Raises ModelError, ConfigError."""
+    """The subject for a model folder, or the word demo. The last three are engine options that say
+    what weights and cache hold: of all sides, as other numbers are another model.
+
+    Raises ModelError, ConfigError.
+    """
     if load_format not in LOAD_FORMATS:
         raise ConfigError(
             f"load_format: got {load_format!r}, allowed are {', '.join(LOAD_FORMATS)}"
         )
     if dtype not in RUN_DTYPES:
         raise ConfigError(f"dtype: got {dtype!r}, allowed are {', '.join(RUN_DTYPES)}")
+    # For what an engine refuses of these.
+    EngineConfig(
+        model=name, quantization=quantization, kv_cache_dtype=kv_cache_dtype,
+        kv_cache_scales=kv_cache_scales,
+    )  # fmt: skip
+    if kv_cache_dtype not in ("auto", *NARROW):
+        raise ConfigError(
+            f"kv_cache_dtype: got {kv_cache_dtype}, allowed are auto, {', '.join(NARROW)}: a "
+            "comparison takes several run dtypes, and a wide cache is of each"
+        )
+    if kv_cache_scales is not None and kv_cache_dtype == "auto":
+        raise ConfigError(
+            f"kv_cache_scales: got {kv_cache_scales} and kv_cache_dtype auto, allowed with "
+            f"{' and '.join(NARROW)}: a cache of the run dtype has none"
+        )
     check_weights(name, load_format)
     folder = model_folder(name)
-    model = load_config(folder)
+    model, _ = with_quantization(load_config(folder), quantization)
+    if kv_cache_dtype in NARROW:
+        weights = None if load_format == "dummy" else folder
+        model, _ = scaled_model(model, NARROW[kv_cache_dtype], kv_cache_scales, weights)
+    # Here, where the option has a name: a model whose products it cannot take.
+    decoder.parameters_of(model)
     length = min(max_model_len, model.max_position_embeddings)
     pages = max_num_seqs * -(-length // page_size)
     return Subject(
@@ -240,6 +315,9 @@ def open_subject(
         tokens,
         page_size,
         pages,
+        quantization,
+        kv_cache_dtype,
+        kv_cache_scales,
     )
 
 
@@ -318,6 +396,30 @@ class HostWeights:
             namespace("numpy"), parameter, max(layer, 0), self.subject.seed, index
         )
         return np.asarray(values).astype(dtype).reshape(parameter.shape)
+
+
+def widened_layer(weights: HostWeights, index: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """What the narrow weights of a layer stand for [n k] float64, by the name of the plain ones,
+    and the step of each: made apart from the ops.
+    """
+    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    of_layer = weights.layer(index)
+    for name, parameter in weights.table.layer(index).items():
+        of = parameter.piece_of
+        if of is None or of.piece != "values":
+            continue
+        entries, kind = of_layer[name], of.narrow.kind
+        if kind == "int4":
+            pairs = np.stack([entries & 15, entries >> 4], -1).astype(np.float64)
+            entries = pairs.reshape(len(entries), -1) - 8.0
+        values = entries.astype(np.float64)
+        scale = of_layer[piece_name(name, "scale")].astype(np.float64)
+        step = scale.repeat(values.shape[1] // scale.shape[1], axis=1)
+        wide = values * step
+        if kind == "fp8":  # of 3 bits behind the first
+            step = np.maximum(np.abs(wide) * 2.0**-3, step * 2.0**-9)
+        found[of.wide.name] = wide, step
+    return found
 
 
 def checkpoint_of(

@@ -536,6 +536,21 @@ def test_a_mistake_that_all_share_is_our_definition(small_model, monkeypatch):
     assert problem.startswith("our definition: transformers")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_rounded", [True, False])
+def test_an_embedding_is_multiplied_as_transformers_does(tmp_path, monkeypatch, is_rounded):
+    """In float32 a factor that is not rounded to the run dtype is the same."""
+    own = {"hidden_size": 96, "sliding_window": 64, "query_pre_attn_scalar": 32}
+    folder = written(tmp_path, "Gemma3ForCausalLM", "gemma3_text", **own)
+    if not is_rounded:
+        monkeypatch.setattr(decoder, "rounded", lambda factor, dtype: factor)
+    subject = open_subject(folder, load_format="dummy")
+    diff = check_served(subject, [parse_target("torch:cpu")])
+    assert diff.exit_code == (0 if is_rounded else 1)
+    assert all("another embedding in bfloat16" in problem for problem in diff.problems)
+    assert bool(diff.problems) != is_rounded
+
+
 def test_what_was_not_reached_is_named():
     idle = Served([], Counter({"mixed": 3, "decode": 2}), 0, 0, {})
     preemption = "preemption: none in the run 'steps'"

@@ -1,0 +1,237 @@
+"""Comparisons of what users serve with 8-bit caches and weights that are quantised at load."""
+
+import numpy as np
+import pytest
+
+from twinfer.numerics.questions import served as questions_served
+from twinfer.numerics.questions.model import compare_model
+from twinfer.numerics.questions.served import check_served
+from twinfer.numerics.sides import subject as sides_subject
+from twinfer.numerics.sides.narrow_cache import (
+    UNWRITTEN,
+    ApartEntries,
+    HeldEntries,
+    OtherNeighbours,
+    empty,
+)
+from twinfer.numerics.sides.reference import bound
+from twinfer.numerics.sides.steps import default_prompts, make_steps
+from twinfer.numerics.sides.subject import open_subject, parse_target, widened_layer
+from twinfer.ops.native import torch_attention
+from twinfer.serving.cli import main
+from twinfer.shared.errors import ConfigError, UnsupportedModel
+from twinfer.shared.models import stages
+
+INT8 = {"kv_cache_dtype": "int8", "kv_cache_scales": (0.05, 0.02)}
+FP8 = {"kv_cache_dtype": "fp8_e4m3"}
+WEIGHTS = {"quantization": "int8_weights"}
+
+
+def opened(folder, **options):
+    return open_subject(folder, load_format="dummy", **options)
+
+
+def compared(folder, options, modes):
+    subject = opened(folder, **options)
+    steps = make_steps(subject, default_prompts(subject, 1)[:2])
+    return compare_model(subject, [parse_target("torch:cpu")], steps, modes=modes)
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "float32"}, "kv_cache_dtype: got float32, allowed are auto, int8"),
+        ({"kv_cache_scales": (0.1, 0.1)}, "kv_cache_scales: got .* allowed with int8"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_scales: int8 holds"),
+        ({"kv_cache_dtype": "int8", "kv_cache_scales": (0.1, -1.0)}, "kv_cache_scales"),
+        ({"quantization": "int3"}, "quantization: got 'int3'"),
+        ({"quantization": "int4"}, "int4"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_by_name(small_model, options, wrong):
+    with pytest.raises((ConfigError, UnsupportedModel), match=wrong):
+        opened(small_model, **options)
+
+
+def test_the_options_are_of_the_subject(small_model):
+    subject = opened(small_model, quantization="fp8", **INT8)
+    config = subject.engine_config(parse_target("torch:cpu"))
+    assert config.kv_cache_dtype == "int8"
+    assert config.kv_cache_scales == (0.05, 0.02)
+    assert config.quantization == "fp8"
+    assert subject.cache_dtype == subject.with_dtype("float32").cache_dtype == "int8"
+    assert subject.flags()[-6:] == [
+        "--quantization", "fp8", "--kv-cache-dtype", "int8", "--kv-cache-scales", "0.05,0.02"
+    ]  # fmt: skip
+    plain = opened(small_model)
+    assert subject.plain == plain
+    assert subject.identity != plain.identity
+
+
+def test_the_commands_take_them(small_model, capsys):
+    words = ["numerics", "check", small_model, "--load-format", "dummy", "--a", "torch:cpu"]
+    words += ["--b", "torch:cpu", "--kv-cache-dtype", "int8"]
+    assert main(words) == 2
+    assert "kv_cache_scales: int8" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*words, "--kv-cache-scales", "a,b"])
+    assert "kv-cache-scales" in capsys.readouterr().err
+
+
+def written(x, writing):
+    """The entries [tok kvhead hdim] of keys `x` in an int8 cache."""
+    ops = bound(exact=True, writing=writing)
+    kv = empty((2, 4, 2, x.shape[-1]), "int8")
+    out = ops.write_kv(kv, x, x, np.arange(len(x)), None, None)
+    assert (out.reshape(8, 2, -1)[len(x) :] == UNWRITTEN).all()
+    return out
+
+
+def test_ties_alone_may_go_either_way():
+    x = np.full((1, 1, 4), 3.0)
+    x[0, 0] = [3.0, 2.5 + 1e-6, -1.5 - 1e-6, 4.4]
+    assert written(x, None)[0, 0, 0].tolist() == [3, 3, -2, 4]
+    assert written(x, OtherNeighbours(1e-6))[0, 0, 0].tolist() == [3, 2, -1, 4]
+    held = written(x, None)
+    held[0, 0, 0] = [3, 2, -1, 5]
+    assert written(x, HeldEntries(1e-6, held))[0, 0, 0].tolist() == [3, 2, -1, 4]
+    assert written(x, HeldEntries(1e-9, held))[0, 0, 0].tolist() == [3, 3, -2, 4]
+
+
+def test_entries_made_apart_are_those_of_the_op():
+    x = np.random.default_rng(0).normal(size=(4, 1, 8)) * 3
+    scales = {"k_scale": np.float32([0.05]), "v_scale": np.float32([0.02])}
+    kv = np.zeros((2, 4, 2, 8))
+    for dtype in ("int8", "float8_e4m3fn"):
+        wide = bound(exact=True, writing=ApartEntries(dtype, lambda layer: scales)).write_kv(
+            kv, x, x, np.arange(4)
+        )
+        held = bound(exact=True).write_kv(
+            empty(kv.shape, dtype), x, x, np.arange(4), *scales.values()
+        )
+        by_head = np.float64([0.05, 0.02]).astype(np.float32)[:, None]
+        np.testing.assert_allclose(wide[0], held[0].astype(np.float64) * by_head, rtol=1e-12)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4_g32", "fp8"])
+def test_narrow_weights_are_within_half_a_step(small_model, scheme):
+    narrow = opened(small_model, quantization=scheme)
+    weights = sides_subject.HostWeights(narrow)
+    plain = sides_subject.HostWeights(narrow.plain)
+    found = widened_layer(weights, 1)
+    assert set(found) == {"qkv", "o", "gate_up", "down"}
+    for name, (wide, step) in found.items():
+        off = np.abs(wide - plain.layer(1)[name].astype(np.float64))
+        assert (off <= 0.51 * step).all()
+        assert off.max() > 0.3 * step[np.unravel_index(off.argmax(), off.shape)]
+
+
+def value_by_scale_of_k(monkeypatch):
+    """One side stores V with the scale of K."""
+    stored = torch_attention.stored
+    first = []
+
+    def wrong(xp, x, kv, scale):
+        first.append(scale)
+        return stored(xp, x, kv, first[-1] if len(first) % 2 else first[-2])
+
+    monkeypatch.setattr(torch_attention, "stored", wrong)
+
+
+def scale_of_k_off(monkeypatch):
+    """One side's K is a hundredth too small."""
+    stored = torch_attention.stored
+    count = iter(range(10**6))
+    monkeypatch.setattr(
+        torch_attention,
+        "stored",
+        lambda xp, x, kv, scale: stored(xp, x if next(count) % 2 else x * 0.99, kv, scale),
+    )
+
+
+@pytest.mark.parametrize("fault", [None, value_by_scale_of_k, scale_of_k_off])
+@pytest.mark.parametrize("options", [INT8, FP8])
+def test_a_narrow_cache_is_judged_layer_by_layer(small_model, monkeypatch, options, fault):
+    if fault is value_by_scale_of_k and options is FP8:
+        pytest.skip("without scales both are 1")
+    if fault is not None:
+        fault(monkeypatch)
+    diff = compared(small_model, options, ("S", "P") if fault is None else ("S",))
+    if fault is None:
+        diff.assert_ok()
+        assert diff.exit_code == 0
+    else:
+        assert diff.exit_code == 1
+        first = diff.first_divergence()
+        assert "write_kv" in first.name
+        assert first.layer == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+@pytest.mark.parametrize("options", [INT8, FP8, WEIGHTS, {"quantization": "int4_g32"}])
+def test_right_engines_are_equal(small_model, backend, options):
+    subject, targets = opened(small_model, **options), [parse_target(f"{backend}:cpu")]
+    steps = make_steps(subject, default_prompts(subject, 1))
+    compare_model(subject, targets, steps).assert_ok()
+    diff = check_served(subject, targets)
+    diff.assert_ok()
+    assert diff.exit_code == 0
+
+
+@pytest.fixture
+def definition_alone(monkeypatch):
+    """What is shared by all, without what engines serve."""
+
+    def asked(subject):
+        sequences = [ids[:24] for ids in default_prompts(subject, 1)[:2]]
+        positions = questions_served._Positions(subject.with_dtype("float32"), "S", {})
+        positions.sequences = sequences
+        positions.kept = questions_served.exact_logits(positions.subject, sequences)
+        positions.check_narrow()
+        return positions.diff.problems
+
+    return asked
+
+
+def scales_swapped(monkeypatch):
+    """The model's own definition gives V the scale of K."""
+    attended = stages.attended
+
+    def wrong(ops, spec, weights, q, cache, batch):
+        swapped = {"v_scale": weights["k_scale"]} if "k_scale" in weights else {}
+        return attended(ops, spec, {**weights, **swapped}, q, cache, batch)
+
+    monkeypatch.setattr(stages, "attended", wrong)
+
+
+def zero_off_by_one(monkeypatch):
+    """Narrow weights are made with another zero."""
+    made = sides_subject.pieces
+
+    def wrong(xp, wide, narrow):
+        found = made(xp, wide, narrow)
+        return found | {"values": found["values"] + np.uint8(0x11)}
+
+    monkeypatch.setattr(sides_subject, "pieces", wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        (INT8, None),
+        (FP8, None),
+        ({"quantization": "int4_g32"}, None),
+        (INT8, scales_swapped),
+        ({"quantization": "int4_g32"}, zero_off_by_one),
+    ],
+)
+def test_what_all_sides_share_is_looked_at_apart(
+    small_model, monkeypatch, definition_alone, options, fault
+):
+    if fault is not None:
+        fault(monkeypatch)
+    problems = definition_alone(opened(small_model, **options))
+    assert bool(problems) == (fault is not None)
+    assert all(text.startswith("our definition") for text in problems)
