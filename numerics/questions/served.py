@@ -5,13 +5,12 @@ and ragged batches, single decodes and decode loops, requests that are preempted
 the prefix cache, greedy and drawn tokens. Then the references compute the sequences that came out,
 and say of each position what its log-probabilities are and which token they give.
 
-transformers, where it is installed, is asked whether the reference itself is right: what both
-backends share, such as the model's definition, no comparison of them can show.
+What both backends share, such as the model's definition, no comparison of them can show:
+`definition.py` looks at that.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 import traceback
 from collections import defaultdict
@@ -24,36 +23,27 @@ from typing import Any, Literal
 import numpy as np
 
 from ...shared.engine import Engine, TokenLogprobs
-from ...shared.errors import ConfigError
-from ...shared.models import decoder
 from ...shared.models.families import model_of
 from ...shared.models.spec import Attention
 from ...shared.request import FinishReason
-from ...shared.sampling_params import SamplingParams
-from ...shared.step import STOP_SLOTS
 from ..errors import USERS, in_words
 from ..judging.amplification import HOPELESS, TRIES
 from ..judging.choice import Choice
 from ..judging.diff import Diff
-from ..judging.gates import MODES, Mode, semantics, walk
-from ..judging.metrics import Flip, measure
+from ..judging.gates import MODES, Mode, walk
+from ..judging.metrics import Flip
 from ..judging.served import BEHIND, WITHOUT_STREAMS, Row, judge_row, judge_rows
 from ..judging.streams import StreamErrors, judge_streams
 from ..judging.weights import check_held
 from ..progress import Progress, silent
-from ..sides.narrow_cache import ApartEntries, Writing
-from ..sides.reference import bound, reference_of, total
-from ..sides.serving import Answer, Ask, Served, refusal, serve
-from ..sides.steps import (
-    check_prompt,
-    default_prompts,
-    empty_caches,
-    make_owned_steps,
-    owned_rows,
-)
-from ..sides.subject import HostWeights, Subject, Target, name_sides, widened_layer
-from .logits import TRANSFORMERS, transformers_embedding, transformers_logits
+from ..sides.reference import total
+from ..sides.serving import Answer, Served, refusal, serve
+from ..sides.steps import make_owned_steps
+from ..sides.subject import HostWeights, Subject, Target, name_sides
+from .definition import DEFINED, SharedDefinition
+from .logits import TRANSFORMERS
 from .model import Caches, Comparison, Streams
+from .workload import workload
 
 Definition = Literal["auto", "transformers", "off"]
 
@@ -65,127 +55,14 @@ RUNS: dict[str, dict[str, Any]] = {
 """How an engine runs: with a cache for half of the requests, with decode loops, and once more as
 the first by the programs that users get, which give no streams.
 """
-NEW_TOKENS = 24
-LONG_TOKENS = 48
-"""The same of the one request that fills the context: it goes on when the others have ended."""
-BEST = 8
-"""Log-probabilities of a position that are asked for."""
-SPREAD = 0x9E3779B97F4A7C15 >> 12
-"""Seeds are multiples of it, so that both halves of each say something."""
 ASKED = 16
 """Positions of a run whose log-probabilities are computed from the engine's own streams too. Where
 more are off, it is no luck, and the head of a large vocabulary for each would take long.
 """
-DEFINED = 6
-"""Sequences that transformers is asked for."""
-SAME = 1e-6
-"""Relative error of logits that are of the same numbers in float64, but for scales in float32."""
 ENGINE_FAILED = "the engine failed with"
 ENDED_BY_ERROR = "ended by error"
 LISTED = "list of log-probabilities"
 """Words of what is missing or wrong, by which `check` sorts causes."""
-
-
-def workload(
-    subject: Subject, prompts: Sequence[np.ndarray] | None = None, loops: bool = False
-) -> list[Ask]:
-    """Requests that reach every kind of step. `prompts` stand for those of its own. `loops`: none
-    asks for what the host must see between two tokens.
-
-    The first wave has more requests than run at once. Its first fills the context, holds the first
-    page, and ends last. In it are two whose second pages are equal and whose first are not. The
-    second wave begins with what the first computed.
-
-    Raises ConfigError for a context that is too short for these, RequestError for a prompt that
-    is too long for it.
-    """
-    rng, page = np.random.default_rng(subject.seed), subject.page_size
-    longest = subject.max_model_len - NEW_TOKENS
-    if subject.max_model_len <= 2 * page:
-        raise ConfigError(
-            f"max_model_len: got {subject.max_model_len}, allowed is at least {2 * page + 1} to "
-            "serve: prompts of two pages and a token"
-        )
-    if prompts is None:
-        given = [ids[:longest] for ids in default_prompts(subject, subject.seed)]
-    else:
-        given = list(prompts)
-        for index, ids in enumerate(given):
-            check_prompt(ids, index, subject, 1, longest)
-    words = np.concatenate(given)
-
-    def some(count: int) -> np.ndarray:
-        """Tokens of the prompts in another order."""
-        return rng.choice(words, max(count, 0)).astype(np.int32)
-
-    room = longest - 2 * page
-    shared = some(page)
-    twins = [np.concatenate([some(page), shared, some(min(5, room))]) for _ in range(2)]
-    after = min(LONG_TOKENS, subject.max_model_len // 2)
-    context = some(subject.max_model_len - after)
-    first = [context, *given, *twins, *(some(min(n, longest)) for n in (2 * page + 3, 7, page))]
-    again = [np.concatenate([ids[:-1], some(6)])[:longest] for ids in (*twins, *given[:4])]
-    settings: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 0.8},
-        {"temperature": 0.0},
-        {"temperature": 1.0, "top_k": 20, "top_p": 0.9},
-        {"temperature": 0.9, "min_p": 0.3},
-    ]
-    if not loops:
-        bias = {int(word): 4.0 for word in words[:3]}
-        settings += [
-            {"temperature": 0.0, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
-            {"temperature": 0.7, "presence_penalty": 0.3, "logit_bias": bias},
-        ]
-    asks: list[Ask] = []
-    for wave, group in enumerate((first, again)):
-        for prompt in group:
-            index = len(asks)
-            params = SamplingParams(
-                seed=(1000 + index) * SPREAD, ignore_eos=True,
-                max_tokens=NEW_TOKENS - index % 9 if index else after,
-                # The programs without log-probabilities run too, and those of prompts.
-                logprobs=BEST if wave == 0 and not loops else None,
-                # The first two fill more than a step: one of their prompts is read in parts.
-                prompt_logprobs=BEST if wave == 0 and not loops and index % 4 < 2 else None,
-                **settings[index % len(settings)],
-            )  # fmt: skip
-            asks.append(Ask(prompt, params, wave))
-    for extra in _particular(words, rng, subject.model.vocab_size, loops):
-        index = len(asks)
-        common = {"seed": (1000 + index) * SPREAD, "max_tokens": 12, "ignore_eos": True}
-        params = SamplingParams(**common | extra)
-        asks.append(Ask(some(min(9, longest)), params, 1, drawn_seed(subject.seed, index)))
-    return asks
-
-
-def _particular(
-    words: np.ndarray, rng: np.random.Generator, vocab: int, loops: bool
-) -> Iterator[dict[str, Any]]:
-    """What the last requests ask for: no seed, stop ids, and masks. One stops for sure, by a bias,
-    as soon as it may. Of four tokens, those that may follow change with each token.
-    """
-    yield {"seed": None}
-    # As many as a loop of decode steps stops early for.
-    few = sorted({*words.tolist()})[: min(STOP_SLOTS, vocab // 4)]
-    yield {"min_tokens": 3, "stop_token_ids": few}
-    if loops:
-        return
-    stop = int(words[-1])
-    yield {
-        "temperature": 0.0, "min_tokens": 4, "stop_token_ids": [stop], "logit_bias": {stop: 100.0},
-    }  # fmt: skip
-    yield {"allowed_token_ids": sorted({*rng.integers(0, vocab, 12).tolist()})}
-    few = rng.choice(vocab, 4, replace=False).tolist()
-    banned = [*((token, token) for token in few), (few[0], few[1]), (few[2], few[3], few[0])]
-    yield {"allowed_token_ids": few, "banned_sequences": banned}
-
-
-def drawn_seed(seed: int, number: int) -> int:
-    """What an engine with `seed` draws for its request `number`, which names none: 64 bits."""
-    digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
 
 
 def check_served(
@@ -260,15 +137,17 @@ def _check(
     positions = _Positions(subject, mode, runs)
     diff = positions.judge(progress) if runs else Diff(tuple(targets))
     diff.extend(held)
+    shared = SharedDefinition(subject, positions.weights, positions.sequences, positions.kept)
     if runs and narrow:
-        positions.check_narrow()
-    if runs and embedding and positions.faithful.spec.embedding_scale != 1.0:
-        positions.check_embedding()
+        shared.check_narrow()
+    if runs and embedding:
+        shared.check_embedding()
     if definition is None and not runs:
         definition = "not checked, no engine served"
     elif definition is None:
         progress(f"asking {TRANSFORMERS} about the definition")
-        definition = positions.check_definition()
+        definition = shared.ask_transformers()
+    diff.problems += shared.problems
     diff.environment["definition"] = definition
     diff.environment["sides"] = {side: served.environment for (side, _), served in runs.items()}
     diff.seconds = time.perf_counter() - started
@@ -555,106 +434,6 @@ class _Positions(Comparison):
             if own is None or own.tie:
                 return own
         return flip
-
-    def check_definition(self) -> str:
-        """Compare the exact reference with transformers in float32; what is to be said of it."""
-        some = self.sequences[:DEFINED]
-        logits, about = transformers_logits(self.subject, some, wide=True)
-        places = sorted(self.kept)
-        kept, alone = self.kept, self.subject.weights_alone
-        if alone.model != self.model or alone.cache_dtype != self.subject.cache_dtype:
-            # Of tokens and caches that are narrow it knows nothing: `check_narrow` looks at them.
-            kept = exact_logits(alone, some)
-        got = np.stack([logits[prompt][position] for prompt, position in places])
-        right = np.stack([kept[place] for place in places])
-        m = measure(got, right, right)
-        gate = replace(semantics("logits", self.reduction, self.model.num_layers), slope=None)
-        found = [*gate.complaints(m)]
-        if found:
-            prompt, position = places[m.worst[0]]
-            self.diff.problems.append(
-                f"our definition: {TRANSFORMERS} {about['plan']} gives other logits ({found[0]}), "
-                f"most at position {position} of sequence {prompt}; what all sides share is wrong, "
-                "or theirs is"
-            )
-        return (
-            f"{TRANSFORMERS} {about['plan']} in float32, {len(places)} positions, relative error "
-            f"{m.rel_l2:.2g} (limit {gate.rel_l2:.2g})"
-        )
-
-    def check_embedding(self) -> None:
-        """Compare the embedding of the faithful reference with that of transformers in the run
-        dtype, where it is multiplied by a number that may be rounded: in float32 it is the same.
-        """
-        ids = self.sequences[0]
-        theirs = transformers_embedding(self.subject.plain, ids)
-        given = bound(exact=False), self.faithful.spec, self.weights.top(), ids
-        ours = decoder.embed(*given).astype(np.float32)
-        wrong = int((ours != theirs).any(1).sum())
-        if wrong:
-            self.diff.problems.append(
-                f"our definition: {TRANSFORMERS} gives {wrong} of {len(ids)} tokens another "
-                f"embedding in {self.subject.dtype}; what all sides share is wrong, or theirs is"
-            )
-
-    def check_narrow(self) -> None:
-        """Compare the definitions of narrow weights and of a narrow cache with what is made apart
-        from the ops: both sides and both references share them.
-        """
-        subject = self.subject
-        if subject.quantization is not None:
-            self._check_narrow_weights()
-        if subject.cache_dtype == subject.dtype:
-            return
-
-        def scales(layer: int) -> Mapping[str, np.ndarray]:
-            held, given = self.weights.layer(layer), subject.kv_cache_scales
-            heads = subject.layout.page_shape(layer)[1] // 2
-            pairs = zip(("k_scale", "v_scale"), given or (1.0, 1.0), strict=True)
-            if given is None and self.model.kv_scales is not None:
-                return held
-            return {name: np.full(heads, value, np.float32) for name, value in pairs}
-
-        apart = ApartEntries(subject.cache_dtype, scales)
-        found = exact_logits(subject.plain_cache, self.sequences[:DEFINED], apart)
-        places = sorted(self.kept)
-        got, right = (np.stack([x[place] for place in places]) for x in (self.kept, found))
-        m = measure(got, right, right)
-        if not m.rel_l2 <= SAME:
-            prompt, position = places[m.worst[0]]
-            self.diff.problems.append(
-                "our definition: keys and values that a cache of "
-                f"{subject.cache_dtype} holds, made apart from the ops, give other logits "
-                f"(relative error {m.rel_l2:.3g} > {SAME:g}), most at position {position} of "
-                f"sequence {prompt}; what all sides share is wrong"
-            )
-
-    def _check_narrow_weights(self) -> None:
-        plain = HostWeights(self.subject.plain)
-        for layer in range(self.model.num_layers):
-            for name, (wide, step) in widened_layer(self.weights, layer).items():
-                off = np.abs(wide - plain.layer(layer)[name].astype(np.float64))
-                wrong = off > 0.51 * step
-                if wrong.any():
-                    self.diff.problems.append(
-                        f"our definition: layer.{layer}.{name} in {self.subject.quantization} is "
-                        f"off by more than half a step in {wrong.mean():.1%} of the elements"
-                    )
-
-
-def exact_logits(
-    subject: Subject, sequences: Sequence[np.ndarray], writing: Writing | None = None
-) -> dict[tuple[int, int], np.ndarray]:
-    """Logits [vocab] of the exact reference by (sequence, position)."""
-    owned = [*make_owned_steps(subject, sequences, 1)]
-    steps = [step for step, _ in owned]
-    reference = reference_of(subject, exact=True, writing=writing)
-    runs = reference.run_steps(HostWeights(subject), empty_caches(subject, steps), steps)
-    return {
-        place: found[-1][row]
-        for (step, owners), found in zip(owned, runs, strict=True)
-        for row, place in enumerate(owned_rows(step, owners))
-    }
 
 
 def _wanted(run: tuple[str, str], number: int, answer: Answer) -> Iterator[tuple[int, _Wanted]]:

@@ -7,6 +7,7 @@ reference is told which of the two to take, and only there.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -49,7 +50,7 @@ class Writing(Protocol):
         """The op as it writes."""
 
 
-class _Ties:
+class _Ties(ABC):
     """`write_kv` of a cache of one byte an entry, with a choice where keys and values that are
     `share` of their row off may be another entry. Wide caches are written as they are.
     """
@@ -79,8 +80,9 @@ class _Ties:
         off: np.ndarray = self._share * np.maximum(row, np.abs(wide))
         return off
 
+    @abstractmethod
     def _chosen(self, out: np.ndarray, below: np.ndarray, above: np.ndarray) -> np.ndarray:
-        raise NotImplementedError
+        """The entries to write, of those of the numbers and of a little less and more."""
 
 
 class OtherNeighbours(_Ties):

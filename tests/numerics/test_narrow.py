@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from twinfer.numerics.questions import served as questions_served
+from twinfer.numerics.questions.definition import SharedDefinition, exact_logits
 from twinfer.numerics.questions.model import compare_model
 from twinfer.numerics.questions.served import check_served
 from twinfer.numerics.sides import subject as sides_subject
@@ -16,7 +16,12 @@ from twinfer.numerics.sides.narrow_cache import (
 )
 from twinfer.numerics.sides.reference import bound
 from twinfer.numerics.sides.steps import default_prompts, make_steps
-from twinfer.numerics.sides.subject import open_subject, parse_target, widened_layer
+from twinfer.numerics.sides.subject import (
+    HostWeights,
+    open_subject,
+    parse_target,
+    widened_layer,
+)
 from twinfer.ops.native import torch_attention
 from twinfer.serving.cli import main
 from twinfer.shared.errors import ConfigError, UnsupportedModel
@@ -186,11 +191,11 @@ def definition_alone(monkeypatch):
 
     def asked(subject):
         sequences = [ids[:24] for ids in default_prompts(subject, 1)[:2]]
-        positions = questions_served._Positions(subject.with_dtype("float32"), "S", {})
-        positions.sequences = sequences
-        positions.kept = questions_served.exact_logits(positions.subject, sequences)
-        positions.check_narrow()
-        return positions.diff.problems
+        wide = subject.with_dtype("float32")
+        right = exact_logits(wide, sequences)
+        shared = SharedDefinition(wide, HostWeights(wide), sequences, right)
+        shared.check_narrow()
+        return shared.problems
 
     return asked
 

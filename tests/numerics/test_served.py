@@ -16,7 +16,8 @@ from twinfer.numerics.judging.served import Row, judge_row, judge_rows
 from twinfer.numerics.judging.streams import StreamErrors, judge_streams
 from twinfer.numerics.questions import served
 from twinfer.numerics.questions.selftest_model import open_model
-from twinfer.numerics.questions.served import check_served, chooser, workload
+from twinfer.numerics.questions.served import check_served, chooser
+from twinfer.numerics.questions.workload import workload
 from twinfer.numerics.sides import sampling, serving
 from twinfer.numerics.sides.serving import Answer, Ask, Served, refusal
 from twinfer.numerics.sides.subject import open_subject, parse_target
