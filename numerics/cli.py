@@ -343,13 +343,14 @@ def _storage_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _scales(text: str) -> tuple[float, float]:
-    """What a flag says. Raises ArgumentTypeError."""
+def _scales(text: str) -> tuple[float, ...]:
+    """What a flag says; how many there may be the engine's option says. Raises
+    ArgumentTypeError.
+    """
     try:
-        first, second = option_text.scales(text)
+        return option_text.scales(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return float(first), float(second)
 
 
 def _json_flag(parser: argparse.ArgumentParser) -> None:

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ..shared import option_text
 from ..shared.errors import ConfigError
 from ..shared.models.config import ModelConfig
-from ..shared.option_text import output_file
 from ..shared.worker import backend_module
 from .bundles import bundle
 from .bundles.capturing import capture_model
@@ -244,7 +244,7 @@ def report(arguments: Arguments) -> int:
     if out is None:
         out = str(Path(arguments.result).with_suffix(".html"))
         try:
-            output_file(out)
+            option_text.output_file(out)
         except ValueError as error:
             raise ConfigError(f"{error}: name the page with --out") from None
     text = page(record)
@@ -369,8 +369,7 @@ def command(arguments: Arguments) -> str:
         if value == action.default and action.dest not in SIDES:
             continue
         for one in value if isinstance(value, list) else [value]:
-            text = ",".join(map(str, one)) if isinstance(one, tuple) else str(one)
-            words += [*action.option_strings[-1:], text]
+            words += [*action.option_strings[-1:], option_text.written(one)]
     return shlex.join(words)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import twinfer.tests.numerics.faults  # noqa: F401 - it adds to the catalogue
 from twinfer.numerics.faults.catalogue import CATALOGUE
 from twinfer.numerics.judging.diff import Finding
-from twinfer.numerics.judging.gates import HALF_ULP32, Gate
+from twinfer.numerics.judging.gates import HALF_ULP32, Gate, longest_sum
 from twinfer.numerics.judging.metrics import DEVIATIONS
 from twinfer.numerics.questions.model import compare_model
 from twinfer.numerics.questions.selftest_model import LAYER, open_model
@@ -85,7 +85,7 @@ def look(name: str, backend: str, folder: Path) -> list[Sensitivity]:
     steps = make_steps(subject, default_prompts(subject, SEED))[:1]
     fault = replace(entry, layer=LAYER) if entry.place == "layer" else entry
     diff = compare_model(subject, [parse_target(f"{backend}:cpu")], steps, faults={"a": fault})
-    reduction = max(model.hidden_size, model.intermediate_size)
+    reduction = longest_sum(model)
     found = []
     for mode in ("S", "P"):
         judged = [f for f in diff.findings if f.mode == mode and f.shares]

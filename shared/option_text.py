@@ -41,6 +41,11 @@ def sizes(text: str) -> tuple[int, ...]:
     return tuple(size(part) for part in words(text))
 
 
+def written(value: object) -> str:
+    """A value as its flag takes it."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def scales(text: str) -> tuple[float, ...]:
     """Numbers with fractions, separated by commas."""
     try:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...shared.errors import ConfigError
+from ...shared.models.config import ModelConfig
 from ..sides.jitter import HALF_ULP32 as HALF_ULP32
 from .chance import ratio_limit
 from .metrics import DEVIATIONS, TOKEN_LIMIT, Metrics, bins_of
@@ -31,6 +32,11 @@ def mode_of(dtype: str) -> Mode:
     sums, and mode P is mode S.
     """
     return "S" if dtype == "float32" else "P"
+
+
+def longest_sum(model: ModelConfig) -> int:
+    """How many terms the longest sum of a model's products has: the `reduction` of its gates."""
+    return max(model.hidden_size, model.intermediate_size)
 
 
 Scope = Literal["op", "layer", "inherited", "logits"]

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...ops.plan import COMPOSITION, NATIVE
 from ...shared.errors import ConfigError
-from ..judging.gates import Mode
+from ..judging.gates import Mode, longest_sum
 from ..judging.metrics import measure
 from ..judging.outputs import gate_for
 from ..progress import Progress, silent
@@ -135,7 +135,7 @@ class _Engines:
         width, model = rows.values[0].shape[-1], self.subject.model
         right, noisy = (self._references.rows(rows.keys, width, x) for x in (True, False))
         m = measure(np.stack(rows.values), right, noisy)
-        reduction = max(model.hidden_size, model.intermediate_size)
+        reduction = longest_sum(model)
         return any(gate_for(self.mode, "logits", m, reduction, model.num_layers).complaints(m))
 
 

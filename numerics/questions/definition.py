@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from ...shared.models import decoder
-from ..judging.gates import semantics
+from ..judging.gates import longest_sum, semantics
 from ..judging.metrics import measure
 from ..sides.narrow_cache import ApartEntries, Writing
 from ..sides.reference import bound, reference_of
@@ -57,8 +57,7 @@ class SharedDefinition:
         wanted = np.stack([right[place] for place in places])
         m = measure(got, wanted, wanted)
         model = subject.model
-        reduction = max(model.hidden_size, model.intermediate_size)
-        gate = replace(semantics("logits", reduction, model.num_layers), slope=None)
+        gate = replace(semantics("logits", longest_sum(model), model.num_layers), slope=None)
         found = [*gate.complaints(m)]
         if found:
             prompt, position = places[m.worst[0]]
@@ -77,7 +76,7 @@ class SharedDefinition:
         by a number that may be rounded: in float32 it is the same.
         """
         spec, ids = decoder.model_of(self._subject.model), self._sequences[0]
-        if spec.embedding_scale == 1.0:
+        if spec.embedding_scale == 1.0 or self._subject.dtype == "float32":
             return
         theirs = transformers_embedding(self._subject.plain, ids)
         ours = decoder.embed(bound(exact=False), spec, self._weights.top(), ids).astype(np.float32)

@@ -29,6 +29,7 @@ from ..judging.gates import (
     Family,
     Gate,
     Mode,
+    longest_sum,
     precision,
     walk,
 )
@@ -407,7 +408,7 @@ class Judge:
         or by what the run makes of errors of its ops' inputs.
         """
         model = self._subject.model
-        reduction = max(model.hidden_size, model.intermediate_size)
+        reduction = longest_sum(model)
         of_all = 2.0 * HALF_ULP32 * (reduction * 2 * (1 + model.num_layers)) ** 0.5
         of_rows = np.full(len(a), ROW_FACTOR * of_all)
         size = float((a.astype(np.float64) ** 2).mean()) ** 0.5

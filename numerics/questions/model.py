@@ -24,7 +24,7 @@ from ...shared.step import PROCESSING, StepInput
 from ..errors import NotComparable
 from ..judging.amplification import TRIES, amplification, worth_trying
 from ..judging.diff import Diff, Finding, beyond_dtype, pooled_problems
-from ..judging.gates import Amplified, Family, Gate, Mode, Scope
+from ..judging.gates import Amplified, Family, Gate, Mode, Scope, longest_sum
 from ..judging.logits_metrics import compare_logits, known_rows
 from ..judging.metrics import Metrics, measure
 from ..judging.outputs import FEW, OpJudge, gate_for
@@ -95,7 +95,7 @@ class Comparison:
         self.layers = set(range(self.model.num_layers) if layers is None else layers)
         self.weights = HostWeights(subject)
         self.sources = sources_of(self.model)
-        self.reduction = max(self.model.hidden_size, self.model.intermediate_size)
+        self.reduction = longest_sum(self.model)
         # In float32 a faithful reference has one order of sums where a backend has another: there
         # is no rounding that both make, and mode P is mode S.
         self.gates: Mode = "S" if subject.dtype == "float32" else mode

@@ -90,8 +90,7 @@ def check_served(
         where = subject.for_mode(mode)
         runs = RUNS if mode == modes[-1] else [run for run in RUNS if run != "plain"]
         own = definition != "off" and mode == modes[0]
-        rounded = asks and where.dtype != "float32"
-        diff = _check(where, named, mode, runs, prompts, said, own, rounded, progress)
+        diff = _check(where, named, mode, runs, prompts, said, own, asks, progress)
         whole.extend(diff)
         whole.environment |= diff.environment
         said = whole.environment["definition"]

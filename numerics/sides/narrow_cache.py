@@ -29,8 +29,9 @@ def is_narrow(cache: np.ndarray) -> bool:
 
 def empty(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     """A cache of which nothing is written."""
-    kind: Any = np.int8 if dtype == "int8" else namespace("numpy").float_dtype(dtype)
-    return np.full(shape, UNWRITTEN if kind is np.int8 else np.nan, kind)
+    if dtype == "int8":
+        return np.full(shape, UNWRITTEN, np.int8)
+    return np.full(shape, np.nan, namespace("numpy").float_dtype(dtype))
 
 
 def doubt(reduction: int, deviations: float) -> float:
@@ -134,16 +135,15 @@ class ApartEntries:
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """See `Writing`."""
 
-        def write(kv: np.ndarray, k: np.ndarray, v: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        def write(
+            kv: np.ndarray, k: np.ndarray, v: np.ndarray, slots: np.ndarray, *scales: Any
+        ) -> np.ndarray:
             found = self._scales(self.layer)
             both = self._held(k, found["k_scale"]), self._held(v, found["v_scale"])
             out: np.ndarray = function(kv, *both, slots)
             return out
 
-        def call(kv: Any, k: Any, v: Any, slots: Any, *scales: Any) -> Any:
-            return write(kv, k, v, slots)
-
-        return call
+        return write
 
     def _held(self, x: np.ndarray, scale: np.ndarray) -> np.ndarray:
         """What is left of x [tok kvhead hdim] in entries times `scale` [kvhead]."""

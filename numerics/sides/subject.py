@@ -14,6 +14,7 @@ import numpy as np
 from ...ops import REGISTRY
 from ...ops.namespaces import namespace
 from ...ops.plugins import load_plugins
+from ...shared import option_text
 from ...shared.config import BACKENDS, DEVICES, LOAD_FORMATS, EngineConfig, ResolvedConfig, resolve
 from ...shared.config import DTYPES as RUN_DTYPES
 from ...shared.demand import ANYTHING, Demand
@@ -144,12 +145,10 @@ class Subject:
         """The same with the checkpoint's weights, and a cache that holds keys and values
         themselves.
         """
-        model = replace(self.model, kv_scales=None)
-        if self.quantization is not None:
-            model = replace(model, quantization=None)
-        return replace(
-            self, model=model, quantization=None, kv_cache_dtype="auto", kv_cache_scales=None
-        )
+        wide = self.plain_cache
+        if self.quantization is None:
+            return wide  # narrow weights of the checkpoint's own are its weights
+        return replace(wide, model=replace(wide.model, quantization=None), quantization=None)
 
     @property
     def plain_cache(self) -> Subject:
@@ -193,8 +192,7 @@ class Subject:
         for name, value in usual.items():
             own = getattr(self, name)
             if own != value:
-                text = ",".join(map(str, own)) if isinstance(own, tuple) else str(own)
-                words += [f"--{name.replace('_', '-')}", text]
+                words += [f"--{name.replace('_', '-')}", option_text.written(own)]
         return words
 
     def for_mode(self, mode: str) -> Subject:

@@ -32,7 +32,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return F.pad(x, (0, missing)) if missing else x
 
 
-def _summed(x: torch.Tensor, axis: int) -> torch.Tensor:
+def _rows_to_sum(x: torch.Tensor, axis: int) -> torch.Tensor:
     """x as it is summed up over an axis: rows that lie behind one another are aligned. torch's sums
     on GPUs read 16 bytes at a time, and what lies before the first such place by itself.
     """
@@ -45,7 +45,7 @@ class AlignedNamespace(TorchNamespace):
 
     def sum(self, x: torch.Tensor, *, axis: int, **how: Any) -> torch.Tensor:
         """See the Array API."""
-        found: torch.Tensor = super().__getattr__("sum")(_summed(x, axis), axis=axis, **how)
+        found: torch.Tensor = super().__getattr__("sum")(_rows_to_sum(x, axis), axis=axis, **how)
         return found
 
     def mean(self, x: torch.Tensor, *, axis: int, **how: Any) -> torch.Tensor:

@@ -50,6 +50,10 @@ def compared(folder, options, modes):
         ({"kv_cache_scales": (0.1, 0.1)}, "kv_cache_scales: got .* allowed with int8"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_scales: int8 holds"),
         ({"kv_cache_dtype": "int8", "kv_cache_scales": (0.1, -1.0)}, "kv_cache_scales"),
+        (
+            {"kv_cache_dtype": "int8", "kv_cache_scales": (0.1,)},
+            r"kv_cache_scales: got \(0.1,\), allowed is two positive numbers",
+        ),
         ({"quantization": "int3"}, "quantization: got 'int3'"),
         ({"quantization": "int4"}, "int4"),
     ],
@@ -185,19 +189,13 @@ def test_right_engines_are_equal(small_model, backend, options):
     assert diff.exit_code == 0
 
 
-@pytest.fixture
-def definition_alone(monkeypatch):
-    """What is shared by all, without what engines serve."""
-
-    def asked(subject):
-        sequences = [ids[:24] for ids in default_prompts(subject, 1)[:2]]
-        wide = subject.with_dtype("float32")
-        right = exact_logits(wide, sequences)
-        shared = SharedDefinition(wide, HostWeights(wide), sequences, right)
-        shared.check_narrow()
-        return shared.problems
-
-    return asked
+def shared_problems(subject):
+    """Of what is shared by all, without what engines serve."""
+    sequences = [ids[:24] for ids in default_prompts(subject, 1)[:2]]
+    wide = subject.with_dtype("float32")
+    shared = SharedDefinition(wide, HostWeights(wide), sequences, exact_logits(wide, sequences))
+    shared.check_narrow()
+    return shared.problems
 
 
 def scales_swapped(monkeypatch):
@@ -232,11 +230,9 @@ def zero_off_by_one(monkeypatch):
         ({"quantization": "int4_g32"}, zero_off_by_one),
     ],
 )
-def test_what_all_sides_share_is_looked_at_apart(
-    small_model, monkeypatch, definition_alone, options, fault
-):
+def test_what_all_sides_share_is_looked_at_apart(small_model, monkeypatch, options, fault):
     if fault is not None:
         fault(monkeypatch)
-    problems = definition_alone(opened(small_model, **options))
+    problems = shared_problems(opened(small_model, **options))
     assert bool(problems) == (fault is not None)
     assert all(text.startswith("our definition") for text in problems)
