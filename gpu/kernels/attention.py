@@ -15,6 +15,7 @@ from .decode_kernel import ALL, EACH, WHOLE, decode_kernel
 from .launch import (
     FLOATS,
     asks_ahead,
+    carve_out,
     config,
     head_scales,
     held_setting,
@@ -182,7 +183,7 @@ def _decode(
         sums = torch.empty(each * shape["BLOCK_D"], dtype=torch.float32, device=q.device)
         marks = torch.empty(each * 2, dtype=torch.float32, device=q.device)
         arrived = counters(q.device)
-    decode_kernel[(shape["HEADS"], parts)](
+    launched = decode_kernel[(shape["HEADS"], parts)](
         q, kv, page_table, kv_lens, counts, out, out if sinks is None else sinks, sums, marks,
         arrived, scale, soft_cap, *(scales or (out, out)),
         q.stride(0), q.stride(1), page_table.stride(0), wanted, tokens, kv_lens.shape[0],
@@ -196,6 +197,7 @@ def _decode(
         num_warps=setting["warps"],
         **shape, **overlap(),
     )  # fmt: skip
+    carve_out(launched, setting)
 
 
 def _decode_held(

@@ -11,6 +11,7 @@ from .cache_kernels import norm_rope_write_kernel, write_kernel
 from .launch import (
     FLOATS,
     asks_ahead,
+    carve_out,
     config,
     head_scales,
     kind_of,
@@ -102,7 +103,8 @@ def norm_rope_write_kv(
     """See the op: the roundings of its finer ops, none of their traffic. The cache is written in
     place.
     """
-    setting, size, kv_heads = config("norm_rope_write_kv"), kv.shape[3], kv.shape[2] // 2
+    size, kv_heads = kv.shape[3], kv.shape[2] // 2
+    setting = config("norm_rope_write_kv", str(size))
     heads = qkv.shape[1] // size - 2 * kv_heads
     half = cos.shape[1]
     _check(kv)
@@ -114,7 +116,7 @@ def norm_rope_write_kv(
     q = torch.empty((qkv.shape[0], heads, size), dtype=qkv.dtype, device=qkv.device)
     # Few tokens need many programs, many tokens large ones.
     block_h = setting["block_h" if qkv.shape[0] < setting["many"] else "many_h"]
-    norm_rope_write_kernel[(qkv.shape[0], triton.cdiv(heads + 2 * kv_heads, block_h))](
+    launched = norm_rope_write_kernel[(qkv.shape[0], triton.cdiv(heads + 2 * kv_heads, block_h))](
         qkv, kv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, cos,
         sin, slots, q,
         *(scales or (kv, kv)), eps, qkv.stride(0), cos.stride(0), sin.stride(0),
@@ -126,6 +128,7 @@ def norm_rope_write_kv(
         BLOCK_REST=power_of_2(max(1, size - 2 * half)), num_warps=setting["warps"],
         **overlap(early=asks_ahead(q, kv, qkv.shape[0], scales is not None)),
     )  # fmt: skip
+    carve_out(launched, setting)
     return q, kv
 
 

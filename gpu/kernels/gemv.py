@@ -14,7 +14,15 @@ import triton
 from ...ops.declare import Array, dtype_name
 from .counters import COUNTERS, counters
 from .gemv_kernels import gemv_kernel, skinny_kernel
-from .launch import config, hopper, overlap, power_of_2, processors, triton_kernel
+from .launch import (
+    carve_out,
+    config,
+    hopper,
+    overlap,
+    power_of_2,
+    processors,
+    triton_kernel,
+)
 from .rows import gelu_and_mul, silu_and_mul
 
 HALVES = ("bfloat16", "float16")
@@ -230,7 +238,7 @@ def _held(
     n = n // 2 if gated else n
     out = torch.empty((rows, n), dtype=dtype, device=x.device)
     results = setting["block_n"] // 2 if gated else setting["block_n"]
-    held_kernel[(triton.cdiv(n, results),)](
+    launched = held_kernel[(triton.cdiv(n, results),)](
         x, weight, out if bias is None else bias.contiguous(), out, rows, x.stride(0),
         weight.stride(0),
         N=n, K=k, HAS_BIAS=bias is not None, GATED=gated, GELU=act == "gelu",
@@ -238,6 +246,7 @@ def _held(
         AHEAD=setting["ahead"], num_warps=setting["warps"], maxnreg=setting.get("registers"),
         **overlap(early=True),
     )  # fmt: skip
+    carve_out(launched, setting)
     return out
 
 

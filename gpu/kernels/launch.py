@@ -6,16 +6,20 @@ with a default for chips that it does not name (`scripts/tune_kernels.py` measur
 
 from __future__ import annotations
 
+import ctypes
 import json
+from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import triton
 
 from ...ops.declare import OpError, dtype_name
 from ...ops.implement import Refusal, implement
+from ...shared.errors import InternalError
 from .overlap import EARLY, LATE
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -123,6 +127,30 @@ def overlap(early: bool = False) -> dict[str, int | bool]:
     can = not INTERPRETED and capability() >= (9, 0)
     mode = EARLY if early else LATE
     return {"OVERLAP": mode.value if can else 0, "launch_pdl": can}
+
+
+CARVEOUT = 9
+"""CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT"""
+_carved: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Percent of shared memory by compiled kernel, where it is not the driver's choice."""
+
+
+def carve_out(launched: Any, setting: Mapping[str, int]) -> None:
+    """Let `setting["carveout"]` percent of a processor's L1 be shared memory while the kernel runs
+    that was just launched: from its next launch on, and in graphs that are captured from now on.
+    Without that (-1) the driver chooses.
+
+    The driver chooses for each kernel alone. A processor that has to divide its L1 in another way
+    for the next kernel waits until it is idle, so that these two launches do not overlap.
+    """
+    percent = setting.get("carveout", -1)
+    if launched is None or _carved.get(launched, -1) == percent:  # None: noted, or interpreted
+        return
+    given = ctypes.c_void_p(launched.function), CARVEOUT, percent
+    status = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(*given)
+    if status:
+        raise InternalError(f"cuFuncSetAttribute failed with CUDA driver error {status}")
+    _carved[launched] = percent
 
 
 HELD_DTYPES = ("bfloat16", "float16")

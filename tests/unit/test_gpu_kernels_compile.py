@@ -865,6 +865,40 @@ def measured(kernel):
                 yield name, blocks
 
 
+def test_a_kernel_has_the_shared_memory_that_its_entry_wants(driver, monkeypatch, tmp_path):
+    """The driver is told once, and again when the entry is another one."""
+    from twinfer.gpu.kernels import gemv, launch
+    from twinfer.shared.errors import InternalError
+
+    told, status = [], 0
+
+    def told_driver(function, attribute, percent):
+        told.append((function.value, attribute, percent))
+        return status
+
+    library = SimpleNamespace(cuFuncSetAttribute=told_driver)
+    monkeypatch.setattr(launch.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(driver.utils, "load_binary", lambda name, *_: (name, 7, 32, 0, 1024))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    x, weight = (torch.zeros((n, 512), dtype=torch.bfloat16) for n in (4, 64))
+    blocks = {"block_n": 16, "warps": 2, "ahead": 2}
+    for carved in ({}, {"carveout": 28}, {"carveout": 28}, {"carveout": 57}, {}, {}):
+        gemv._held(x, weight, None, x.dtype, blocks | carved)
+    assert driver.launches == ["held_kernel"] * 6
+    preferred = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    assert told == [(7, preferred, 28), (7, preferred, 57), (7, preferred, -1)]
+    status = 1
+    with pytest.raises(InternalError, match="driver error 1"):
+        gemv._held(x, weight, None, x.dtype, blocks | {"carveout": 28})
+
+
+def test_entries_with_shared_memory_are_of_kernels_that_ask_for_it():
+    chips = CONFIGS["chips"].values()
+    found = {name for entries in chips for name in entries if "carveout" in entries[name]}
+    kernels = {name.partition("/")[0] for name in found}
+    assert kernels == {"held", "gated_held", "decode", "norm_rope_write_kv"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "blocks"), list(measured("tiles")))
 def test_products_by_tiles_that_were_measured_fit(compiled, name, blocks):
