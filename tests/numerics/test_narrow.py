@@ -88,9 +88,9 @@ def test_the_commands_take_them(small_model, capsys):
     assert "kv-cache-scales" in capsys.readouterr().err
 
 
-def written(x, writing):
+def written(x, *choices):
     """The entries [tok kvhead hdim] of keys `x` in an int8 cache."""
-    ops = bound(exact=True, writing=writing)
+    ops = bound(exact=True, choices=choices)
     kv = empty((2, 4, 2, x.shape[-1]), "int8")
     out = ops.write_kv(kv, x, x, np.arange(len(x)), None, None)
     assert (out.reshape(8, 2, -1)[len(x) :] == UNWRITTEN).all()
@@ -100,9 +100,9 @@ def written(x, writing):
 def test_ties_alone_may_go_either_way():
     x = np.full((1, 1, 4), 3.0)
     x[0, 0] = [3.0, 2.5 + 1e-6, -1.5 - 1e-6, 4.4]
-    assert written(x, None)[0, 0, 0].tolist() == [3, 3, -2, 4]
+    assert written(x)[0, 0, 0].tolist() == [3, 3, -2, 4]
     assert written(x, OtherNeighbours(1e-6))[0, 0, 0].tolist() == [3, 2, -1, 4]
-    held = written(x, None)
+    held = written(x)
     held[0, 0, 0] = [3, 2, -1, 5]
     assert written(x, HeldEntries(1e-6, held))[0, 0, 0].tolist() == [3, 2, -1, 4]
     assert written(x, HeldEntries(1e-9, held))[0, 0, 0].tolist() == [3, 3, -2, 4]
@@ -113,7 +113,7 @@ def test_entries_made_apart_are_those_of_the_op():
     scales = {"k_scale": np.float32([0.05]), "v_scale": np.float32([0.02])}
     kv = np.zeros((2, 4, 2, 8))
     for dtype in ("int8", "float8_e4m3fn"):
-        wide = bound(exact=True, writing=ApartEntries(dtype, lambda layer: scales)).write_kv(
+        wide = bound(exact=True, choices=[ApartEntries(dtype, lambda layer: scales)]).write_kv(
             kv, x, x, np.arange(4)
         )
         held = bound(exact=True).write_kv(
