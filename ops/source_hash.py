@@ -45,6 +45,11 @@ def source_hash(function: Callable[..., Any], framework: str) -> str:
     return hashlib.sha256(f"{sources}\n{words}".encode()).hexdigest()[:16]
 
 
+def is_ours(function: Callable[..., Any]) -> bool:
+    """Whether a function stands in this package."""
+    return _top(_module(function)) == OURS
+
+
 PLAIN = (bool, int, float, complex, str, bytes, NoneType)
 
 

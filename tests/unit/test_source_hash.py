@@ -19,8 +19,16 @@ import torch
 
 from twinfer.ops import resolve
 from twinfer.ops.source_hash import source_hash
+from twinfer.shared.config import DeviceInfo, EngineConfig
+from twinfer.shared.config import resolve as resolve_config
+from twinfer.shared.models import stages
+from twinfer.shared.models.config_json import parse_config
+from twinfer.shared.models.shapes import SHAPES
+from twinfer.shared.models.spec import Attention, Experts, Mlp
+from twinfer.shared.worker import backend_module
 
 ROOT = Path(__file__).parents[2]
+TINY = parse_config(SHAPES["qwen3-0.6b"] | {"num_hidden_layers": 1})
 ROOMS = ("ops", "bucketing", "shared", "gpu", "tpu")
 
 UNCALLED = """
@@ -290,6 +298,13 @@ EVERYWHERE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from twinfer.ops.source_hash import source_hash
+from twinfer.shared.config import DeviceInfo, EngineConfig
+from twinfer.shared.config import resolve as resolve_config
+from twinfer.shared.models import stages
+from twinfer.shared.models.config_json import parse_config
+from twinfer.shared.models.shapes import SHAPES
+from twinfer.shared.models.spec import Attention, Experts, Mlp
+from twinfer.shared.worker import backend_module
 from tests.unit import test_source_hash as test
 print([source_hash(make(one), "torch") for make, one, _ in test.BOUND.values()])
 """
@@ -314,6 +329,13 @@ def test_what_is_bound_is_the_same_in_every_process():
 
 WITHOUT_FILE = """
 from twinfer.ops.source_hash import source_hash
+from twinfer.shared.config import DeviceInfo, EngineConfig
+from twinfer.shared.config import resolve as resolve_config
+from twinfer.shared.models import stages
+from twinfer.shared.models.config_json import parse_config
+from twinfer.shared.models.shapes import SHAPES
+from twinfer.shared.models.spec import Attention, Experts, Mlp
+from twinfer.shared.worker import backend_module
 
 def scale(x):
     return x * {factor}
@@ -333,3 +355,43 @@ def test_a_function_of_a_notebook_counts_by_what_it_does():
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     assert of(2) == of(2) != of(3)
+
+
+def keys_of_engines():
+    """By backend, the hash of the plans and what compiled programs are kept by."""
+    found = {}
+    for backend in ("torch", "jax"):
+        given = EngineConfig(model="m", backend=backend)
+        config, _ = resolve_config(given, TINY, DeviceInfo("cpu", "cpu", 1 << 36))
+        plans = backend_module(backend, "plans").make_plans(TINY, config)
+        found[backend] = plans.hash, plans.cache_key
+    return found
+
+
+@pytest.mark.parametrize("mixer", [Mlp, Attention])
+def test_a_stage_from_outside_counts(registries, mixer):
+    """What it does between its ops is compiled into programs, and in no op of the plan."""
+
+    def times(factor):
+        def stage(ops, *args):
+            y, cache = stages.STAGES[mixer](ops, *args)
+            return y * factor, cache
+
+        return stage
+
+    def keys(stage):
+        stages._replaced.clear()
+        stages.replace_stage(mixer, stage)
+        return keys_of_engines()
+
+    plain, half, third = keys_of_engines(), keys(times(0.5)), keys(times(1 / 3))
+    assert half == keys(times(0.5))
+    for backend in ("torch", "jax"):
+        assert len({plain[backend][0], half[backend][0], third[backend][0]}) == 3
+        assert len({plain[backend][1], half[backend][1], third[backend][1]}) == 3
+
+
+def test_a_stage_that_the_model_does_not_have_counts_nowhere(registries):
+    plain = keys_of_engines()
+    stages.replace_stage(Experts, lambda *args: None)
+    assert keys_of_engines() == plain
