@@ -59,6 +59,10 @@ AMPLIFIED = 4.0
 """So many times the power that layers make of noise by themselves: what is carried through a stream
 adds up to about once.
 """
+PATIENCE = 256
+"""Runs of a layer that may look in vain for ties that explain what a side did: what is really wrong
+would make a comparison many times as long.
+"""
 Streams = dict[bool, tuple[np.ndarray, np.ndarray]]
 """hidden and residual of the exact reference (True) and of the faithful one."""
 Caches = dict[bool, np.ndarray]
@@ -103,6 +107,7 @@ class Comparison:
         self.gates: Mode = "S" if subject.dtype == "float32" else mode
         # In the run dtype the faithful reference is beside as many ties as a backend is.
         self._doubt = doubt(self.reduction, Family().deviations) if self.gates == "S" else 0.0
+        self._patience = PATIENCE
         self._held: HeldEntries | None = None
         ties: list[Choosing] = [OtherInputs(self._doubt)] if self._doubt else []
         if self._doubt and subject.cache_dtype != subject.dtype:
@@ -267,13 +272,20 @@ class Comparison:
         if self._held is not None:
             self._held.held = judged.ran.after[self.sources[index]]
         expected = total(self.local.layer(index, weights, inputs))
-        entries: Sequence[np.ndarray] | None = None
-        if self._doubt:
-            expected, entries = self._settled(index, weights, inputs, expected, output, rows)
+        held: list[Choosing] = []
+        if self._doubt and self._patience > 0 and self._is_off(output[rows], expected[rows]):
+            entries = self._settled(judged, index, weights, inputs, output, rows)
+            held = [HeldInputs(entries)]
+            expected = total(self._alone(index, weights, inputs, held))
         noisy = total(self.local_faithful.layer(index, weights, inputs))
         self._ops(judged, index, self.local_faithful.calls, inputs)
-        amplified = partial(self._amplified, index, weights, inputs, expected, rows, entries)
+        amplified = partial(self._amplified, index, weights, inputs, expected, rows, held)
         self._find(judged.name, "layer", index, "output", output, expected, noisy, amplified, rows)
+
+    def _is_off(self, output: np.ndarray, expected: np.ndarray) -> bool:
+        """Whether any row is further off than sums in another order explain."""
+        limit = semantics("layer", self.reduction).rel_l2 or 0.0
+        return bool((off_by(output, expected) > limit).any())
 
     def _writing(self) -> list[Choosing]:
         """How local references write a cache."""
@@ -282,30 +294,40 @@ class Comparison:
     def _alone(
         self, index: int, weights: Mapping[str, np.ndarray], inputs: State,
         choices: Sequence[Choosing], tracer: Tracer | None = None,
-    ) -> np.ndarray:  # fmt: skip
+    ) -> State:  # fmt: skip
         """What a layer gives by the exact reference with these choices."""
         choices = [*self._writing(), *choices]
         reference = self._reference(exact=True, tracer=tracer, choices=choices)
         reference.begin(self.step)
         reference.embed(self.weights.top())  # for layers that have inputs of their own
-        return total(reference.layer(index, weights, inputs))
+        return reference.layer(index, weights, inputs)
 
     def _settled(
-        self, index: int, weights: Mapping[str, np.ndarray], inputs: State, expected: np.ndarray,
+        self, judged: Judged, index: int, weights: Mapping[str, np.ndarray], inputs: State,
         output: np.ndarray, rows: np.ndarray,
-    ) -> tuple[np.ndarray, Sequence[np.ndarray] | None]:  # fmt: skip
-        """What a layer gives by the entries that the side took where it quantises beside a tie, and
-        all entries that went into its products; None where the side is not off.
+    ) -> list[np.ndarray]:  # fmt: skip
+        """The entries that go into a layer's products, with those that the side took at ties. What
+        is seen of a token is what the layer wrote to the cache, then its output.
         """
+        place = self.subject.layout.places[index].group
+        tokens = len(output)
+        slots = np.asarray(self.step.field("slots"))[place * tokens : place * tokens + self.real]
+
+        def written(cache: np.ndarray) -> np.ndarray:
+            return cache.reshape(-1, *cache.shape[2:])[slots]
+
+        def run(tried: TriedInputs) -> list[np.ndarray]:
+            *stream, cache = self._alone(index, weights, inputs, [tried])
+            return [written(cache), total(stream)[: self.real]]
+
+        known = np.full_like(output, np.nan)
+        known[rows] = output[rows]
+        seen = [written(judged.ran.after[self.sources[index]]), known[: self.real]]
         limit = semantics("layer", self.reduction).rel_l2 or 0.0
-        if (off_by(output, expected)[rows] <= limit).all():
-            return expected, None
-
-        def run(tried: TriedInputs) -> np.ndarray:
-            return self._alone(index, weights, inputs, [tried])
-
         requests = rows_of_requests(self.step)
-        return settled(run, self._doubt, output, requests, rows, limit)
+        entries, wasted = settled(run, self._doubt, seen, requests, limit, self._patience)
+        self._patience -= wasted
+        return entries
 
     def _is_lost(self, inputs: State, streams: Streams) -> bool:
         """Whether a layer was given numbers that are not finite, and should not have been: nothing
@@ -317,14 +339,13 @@ class Comparison:
 
     def _amplified(
         self, index: int, weights: Mapping[str, np.ndarray], inputs: State, expected: np.ndarray,
-        rows: np.ndarray, entries: Sequence[np.ndarray] | None, tries: int,
+        rows: np.ndarray, held: Sequence[Choosing], tries: int,
     ) -> Amplified:  # fmt: skip
-        """What a layer makes of errors of its ops' inputs. `entries` went into its products."""
+        """What a layer makes of errors of its ops' inputs. `held` went into its products."""
 
         def run(rng: np.random.Generator) -> list[np.ndarray]:
             jitter = Jitter(rng, self._half_ulp)
-            held = [] if entries is None else [HeldInputs(entries)]
-            return [self._alone(index, weights, inputs, held, jitter)[rows]]
+            return [total(self._alone(index, weights, inputs, held, jitter))[rows]]
 
         return amplification(run, [expected[rows]], tries)[0]
 

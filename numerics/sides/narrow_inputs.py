@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,14 +125,16 @@ class TriedInputs(_Inputs):
 
 
 class HeldInputs(_Inputs):
-    """Takes these entries, whatever rounding makes of the inputs."""
+    """Takes these entries, call by call and again from the first, whatever rounding makes of the
+    inputs.
+    """
 
     def __init__(self, entries: Sequence[np.ndarray]) -> None:
         super().__init__(0.0)
-        self._left = iter(entries)
+        self._next = cycle(entries)
 
     def _entries(self, op: str, x: np.ndarray, values: np.ndarray, scale: np.ndarray) -> np.ndarray:
-        return next(self._left)
+        return next(self._next)
 
     def _chosen(self, values: np.ndarray, below: np.ndarray, above: np.ndarray) -> np.ndarray:
         return values
@@ -143,51 +146,107 @@ def _differ(other: np.ndarray, values: np.ndarray) -> np.ndarray:
     return found
 
 
-def settled(
-    run: Callable[[TriedInputs], np.ndarray], share: float, got: np.ndarray,
-    requests: Sequence[range], judged: np.ndarray, limit: float,
-) -> tuple[np.ndarray, list[np.ndarray]]:  # fmt: skip
-    """What `run` gives [tok dim] with the entries that a side took at ties, as far as what it
-    `got` in the rows `judged` says so, and all entries that went into products.
+MOST = 32
+"""Runs in which the entries of one row are looked for."""
+Ties = tuple[Tie, ...]
+Seen = tuple[float, ...]
+"""How far a row is off in each of the things that are seen of it, 0 for what is within the limit.
+"""
 
-    In each request the first row that is more than `limit` off is looked at: of the ties of its
-    own, and of those rows before it that are not judged, the one is taken that brings it nearest.
-    A row that no tie brings nearer stays off, and so does what comes behind it: no tie explains
-    what is no tie's.
+
+def settled(
+    run: Callable[[TriedInputs], Sequence[np.ndarray]], share: float, got: Sequence[np.ndarray],
+    requests: Sequence[range], limit: float, patience: int,
+) -> tuple[list[np.ndarray], int]:  # fmt: skip
+    """The entries [tok k] that go into products, call by call, with those that a side took at ties
+    as far as what is seen of it says so: `got` is what the side has of that which `run` gives, each
+    [tok ...] and in the order in which it is made. A row that is not judged is NaN.
+
+    In each request rows that are more than `limit` off are settled one after the other, as later
+    ones see the earlier: some of a row's own ties must bring it within the limit. Where none do,
+    nothing is taken: they do not explain it. Of runs that looked for what was not found there are
+    about `patience` at most; how many is told.
     """
-    taken: list[Tie] = []
-    is_judged = np.isin(np.arange(len(got)), judged)
-    left = list(requests)
+    wasted = 0
+    state = TriedInputs(share)
+    right, taken = run(state), Ties()
+    ahead = {rows: iter(rows) for rows in requests}
+    searches: dict[range, _Search] = {}
     while True:
-        tried = TriedInputs(share, taken)
-        right = run(tried)
-        off = off_by(got, right)
-        firsts = {rows: next((i for i in rows if is_judged[i] and off[i] > limit), -1) for rows in left}
-        choices = {
-            rows: [
-                tie for tie in tried.ties
-                if tie not in taken
-                and (tie.row == first or (tie.row in rows and tie.row < first and not is_judged[tie.row]))
-            ]
-            for rows, first in firsts.items()
-            if first >= 0
-        }  # fmt: skip
-        left = [rows for rows, ties in choices.items() if ties]
-        best = {rows: (float(off[firsts[rows]]), None) for rows in left}
-        # Requests do not see each other: one tie of each is tried at a time.
-        for number in range(max((len(choices[rows]) for rows in left), default=0)):
-            now = {rows: choices[rows][number] for rows in left if number < len(choices[rows])}
-            found = off_by(got, run(TriedInputs(share, [*taken, *now.values()])))
-            for rows, tie in now.items():
-                best[rows] = min(best[rows], (float(found[firsts[rows]]), tie), key=lambda x: x[0])
-        left = [rows for rows in left if best[rows][1] is not None]
-        if not left:
-            return right, tried.entries
-        taken = taken + [best[rows][1] for rows in left]
+        for rows, left in ahead.items():
+            if rows not in searches:
+                seen = ((row, _seen(got, right, row, limit)) for row in left)
+                first = next(((row, off) for row, off in seen if any(off)), None)
+                if first is not None:
+                    searches[rows] = _Search(*first, state.ties)
+        nexts = ((rows, search.next()) for rows, search in searches.items())
+        tries = {rows: ties for rows, ties in nexts if ties is not None}
+        ended = searches.keys() - tries.keys()
+        wasted += sum(search.runs for search in (searches[rows] for rows in ended))
+        if wasted > patience or not (tries or ended):
+            return state.entries, wasted
+        searches = {rows: searches[rows] for rows in tries}
+        # Requests do not see each other, so one run tries something in each.
+        tried = TriedInputs(share, (*taken, *(tie for ties in tries.values() for tie in ties)))
+        found = run(tried) if tries else right
+        before = taken
+        for rows, ties in tries.items():
+            search = searches[rows]
+            search.tell(_seen(got, found, search.row, limit), ties, tried.ties)
+            if search.answer is not None:
+                taken += search.answer
+                del searches[rows]
+        if taken is not before:
+            state = TriedInputs(share, taken)
+            right = run(state)
+
+
+class _Search:
+    """Looks for ties of one row, the nearest first, that bring it within the limit."""
+
+    def __init__(self, row: int, off: Seen, ties: Sequence[Tie]) -> None:
+        self.row = row
+        self.answer: Ties | None = None
+        self.runs = 0
+        self._known = {frozenset[Tie]()}
+        self._open: list[tuple[Seen, Ties, list[Tie]]] = []
+        self._add(off, (), ties)
+
+    def next(self) -> Ties | None:
+        """What to try now; None: there is nothing more."""
+        while self._open and self.runs < MOST:
+            _, taken, more = self._open[0]
+            while more:
+                ties = (*taken, more.pop(0))
+                if frozenset(ties) not in self._known:
+                    self._known.add(frozenset(ties))
+                    self.runs += 1
+                    return ties
+            self._open.pop(0)
+        return None
+
+    def tell(self, off: Seen, taken: Ties, ties: Sequence[Tie]) -> None:
+        """How far the row is off with these, and the ties that there are then."""
+        if any(off):
+            self._add(off, taken, ties)
+        else:
+            self.answer = taken
+
+    def _add(self, off: Seen, taken: Ties, ties: Sequence[Tie]) -> None:
+        at = {tie[:3] for tie in taken}
+        more = [tie for tie in ties if tie.row == self.row and tie[:3] not in at]
+        self._open.append((off, taken, more))
+        self._open.sort(key=lambda state: state[0])
+
+
+def _seen(got: Sequence[np.ndarray], right: Sequence[np.ndarray], row: int, limit: float) -> Seen:
+    off = (float(off_by(x[[row]], y[[row]])[0]) for x, y in zip(got, right, strict=True))
+    return tuple(x if x > limit else 0.0 for x in off)
 
 
 def off_by(got: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """The relative error of each row."""
+    """The relative error of each row [row ...]."""
+    got, right = (x.astype(np.float64).reshape(len(x), -1) for x in (got, right))
     error = np.linalg.norm(got - right, axis=1)
     found: np.ndarray = error / np.maximum(np.linalg.norm(right, axis=1), 1e-30)
     return found

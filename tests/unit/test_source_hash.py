@@ -318,9 +318,7 @@ def test_what_is_bound_is_the_same_in_every_process():
     def hashes(seed):
         environment = os.environ | {"PYTHONHASHSEED": seed}
         command = [sys.executable, "-c", EVERYWHERE, str(ROOT)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, env=environment
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
