@@ -148,6 +148,10 @@ def _differ(other: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 MOST = 32
 """Runs in which the entries of one row are looked for."""
+NEARER = 10.0
+"""So many times nearer no tie brings a row by luck: an error of hundreds of numbers has the
+direction of what one entry makes of them only if it is that. What is left is judged as ever.
+"""
 Ties = tuple[Tie, ...]
 Seen = tuple[float, ...]
 """How far a row is off in each of the things that are seen of it, 0 for what is within the limit.
@@ -163,9 +167,10 @@ def settled(
     [tok ...] and in the order in which it is made. A row that is not judged is NaN.
 
     In each request rows that are more than `limit` off are settled one after the other, as later
-    ones see the earlier: some of a row's own ties must bring it within the limit. Where none do,
-    nothing is taken: they do not explain it. Of runs that looked for what was not found there are
-    about `patience` at most; how many is told.
+    ones see the earlier. Some of a row's own ties must bring it within the limit, or `NEARER`, as
+    other roundings may be amplified besides. Where none do, nothing is taken: they do not explain
+    it. Of runs that looked for what was not found there are about `patience` at most; how many is
+    told.
     """
     wasted = 0
     state = TriedInputs(share)
@@ -182,14 +187,16 @@ def settled(
         nexts = ((rows, search.next()) for rows, search in searches.items())
         tries = {rows: ties for rows, ties in nexts if ties is not None}
         ended = searches.keys() - tries.keys()
-        wasted += sum(search.runs for search in (searches[rows] for rows in ended))
+        before = taken
+        for search in (searches[rows] for rows in ended):
+            taken += search.nearest
+            wasted += 0 if search.nearest else search.runs
         if wasted > patience or not (tries or ended):
             return state.entries, wasted
         searches = {rows: searches[rows] for rows in tries}
         # Requests do not see each other, so one run tries something in each.
         tried = TriedInputs(share, (*taken, *(tie for ties in tries.values() for tie in ties)))
         found = run(tried) if tries else right
-        before = taken
         for rows, ties in tries.items():
             search = searches[rows]
             search.tell(_seen(got, found, search.row, limit), ties, tried.ties)
@@ -208,9 +215,16 @@ class _Search:
         self.row = row
         self.answer: Ties | None = None
         self.runs = 0
+        self._start = self._best = max(off)
+        self._taken = Ties()
         self._known = {frozenset[Tie]()}
         self._open: list[tuple[Seen, Ties, list[Tie]]] = []
         self._add(off, (), ties)
+
+    @property
+    def nearest(self) -> Ties:
+        """What brings the row much nearer, if anything does."""
+        return self._taken if self._best * NEARER <= self._start else ()
 
     def next(self) -> Ties | None:
         """What to try now; None: there is nothing more."""
@@ -227,6 +241,8 @@ class _Search:
 
     def tell(self, off: Seen, taken: Ties, ties: Sequence[Tie]) -> None:
         """How far the row is off with these, and the ties that there are then."""
+        if max(off) < self._best:
+            self._best, self._taken = max(off), taken
         if any(off):
             self._add(off, taken, ties)
         else:
