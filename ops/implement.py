@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from .annotations import signature_in_words
 from .declare import REGISTRY, OpError
+from .source_hash import is_ours
 
 Framework = Literal["numpy", "jax", "torch"]
 ROWS = "rows"
@@ -111,15 +112,15 @@ def implement(
 
 
 def preferred(framework: Framework, platform: str) -> dict[str, list[str]]:
-    """By op, the providers of a framework that a platform prefers, in the order in which they
-    were registered.
+    """By op, the providers of a framework that a platform prefers: those from outside by name,
+    then ours in the order in which they were registered. Who was imported first is chance.
     """
     found: dict[str, list[str]] = {}
-    for (op, where), implementations in IMPLEMENTATIONS.items():
-        if where == framework:
-            for provider, implementation in implementations.items():
-                if platform in implementation.preferred_on:
-                    found.setdefault(op, []).append(provider)
+    for (op, where), known in IMPLEMENTATIONS.items():
+        wanted = [name for name, one in known.items() if platform in one.preferred_on]
+        if where == framework and wanted:
+            ours = [name for name in wanted if is_ours(known[name].function)]
+            found[op] = sorted(set(wanted) - set(ours)) + ours
     return found
 
 

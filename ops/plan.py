@@ -114,10 +114,14 @@ class Plans:
 
     `layers` are those of each kind of layer, by kind of program: an implementation that refuses one
     kind of layer still runs in the others. Most often they are all the plan of the program.
+
+    `stages` are hex digests of what stages from outside are made of, by name. What one does
+    between its ops is in no plan, and in all compiled programs.
     """
 
     by_kind: Mapping[str, Plan]
     layers: Mapping[str, Mapping[Hashable, LayerPlan]] = field(default_factory=dict)
+    stages: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, kind: str) -> Plan:
         return self.by_kind[kind]
@@ -155,21 +159,28 @@ class Plans:
 
     @property
     def hash(self) -> str:
-        """Hex digest over all kinds."""
+        """Hex digest over all kinds and stages from outside."""
         lines = [f"{title}={plan.hash}" for title, plan in self.titled()]
+        lines += [f"{name}={uuid}" for name, uuid in self._stage_factors.items()]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     @property
     def factors(self) -> dict[str, str]:
-        """All that compiled code depends on here: provider and uuid, by `kind/op`.
+        """All that compiled code depends on here: provider and uuid, by `kind/op`, and what stages
+        from outside are, by `stage/name`.
 
         A compile cache keeps them beside what it stores, so that a miss can say what has changed.
         """
-        return {
+        ops = {
             f"{title}/{op}": f"{plan.framework}:{choice.provider}:{choice.uuid}"
             for title, plan in self.titled()
             for op, choice in sorted(plan.choices.items())
         }
+        return ops | self._stage_factors
+
+    @property
+    def _stage_factors(self) -> dict[str, str]:
+        return {f"stage/{name}": uuid for name, uuid in sorted(self.stages.items())}
 
     @property
     def cache_key(self) -> str:

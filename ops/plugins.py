@@ -2,7 +2,8 @@
 `twinfer.ops`.
 
 An entry point names a function without parameters; it is called once per process, before the first
-plan is made.
+plan is made. They are called by name: folders are listed in any order, and another order of
+registrations may make another plan.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def load_plugins() -> tuple[str, ...]:
     one that fails.
     """
     names = []
-    for entry in entry_points(group=GROUP):
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value)):
         try:
             entry.load()()
         except Exception as error:

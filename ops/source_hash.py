@@ -20,7 +20,7 @@ from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, distribution, packages_distributions, version
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
-from types import NoneType
+from types import CodeType, MethodType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
 VERSIONS = {
@@ -34,46 +34,112 @@ OURS = __package__.split(".")[0]
 
 def source_hash(function: Callable[..., Any], framework: str) -> str:
     """Hex digest of all that `function` is made of, in `framework`: sources, bound and enclosed
-    values, versions.
+    values, versions. It is the same in every process.
     """
-    modules, values = _made_of(function)
-    if any(_top(name) == OURS for name in modules):
+    made = _Made(_top(_module(function)))
+    words = made.words(function)
+    if any(_top(name) == OURS for name in made.modules):
         # A native implementation is its reference in a namespace.
-        modules.add(f"{__package__}.namespaces.{framework}_")
-    sources = _hash(frozenset(modules), framework)
-    return (
-        hashlib.sha256("\n".join([sources, *values]).encode()).hexdigest()[:16]
-        if values
-        else sources
-    )
+        made.modules.add(f"{__package__}.namespaces.{framework}_")
+    sources = _hash(frozenset(made.modules), frozenset(made.installed), framework)
+    return hashlib.sha256(f"{sources}\n{words}".encode()).hexdigest()[:16]
 
 
-def _made_of(function: Callable[..., Any]) -> tuple[set[str], list[str]]:
-    """Modules of a function and of those that it wraps, binds or encloses, and the plain values
-    that it does.
+def is_ours(function: Callable[..., Any]) -> bool:
+    """Whether a function stands in this package."""
+    return _top(_module(function)) == OURS
+
+
+PLAIN = (bool, int, float, complex, str, bytes, NoneType)
+
+
+@dataclass(slots=True)
+class _Made:
+    """What a function of the top-level module `own` is made of: modules, and distributions whose
+    versions stand for theirs.
     """
-    modules: set[str] = set()
-    values: list[str] = []
-    seen: set[int] = set()
-    todo: list[Any] = [function]
-    while todo:
-        item = todo.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
+
+    own: str
+    modules: set[str] = field(default_factory=set)
+    installed: set[str] = field(default_factory=set)
+    _seen: dict[int, tuple[int, Any]] = field(default_factory=dict)
+
+    def words(self, item: Any) -> str:
+        """An item in words that are the same in every process: there is no address in them. What
+        is bound or enclosed counts, as two functions of the same source differ by it alone.
+        """
+        if isinstance(item, PLAIN):
+            return repr(item)
+        if id(item) in self._seen:
+            return f"#{self._seen[id(item)][0]}"
+        self._seen[id(item)] = len(self._seen), item  # which keeps it, and its address with it
+        if isinstance(item, ModuleType):
+            return self._add(item.__name__)
+        if isinstance(item, dict):
+            return self._all("dict", [part for pair in item.items() for part in pair])
+        if isinstance(item, set | frozenset):
+            return self._all("set", sorted(item, key=repr))
+        if isinstance(item, list | tuple):
+            return self._all(type(item).__name__, item)
         if isinstance(item, partial):
-            todo += [item.func, *item.args, *item.keywords.values()]
-        elif isinstance(item, (bool, int, float, str, bytes, tuple, list, dict, NoneType)):
-            values.append(repr(item))
-        elif callable(item):
-            modules.add(inspect.unwrap(item).__module__)
-            todo += [cell.cell_contents for cell in getattr(item, "__closure__", None) or ()]
-            todo += [item.__wrapped__] if hasattr(item, "__wrapped__") else []
-    return modules, sorted(values)
+            return self._all("partial", [item.func, *item.args, item.keywords])
+        if isinstance(item, CodeType):
+            return self._all(item.co_code.hex(), [*item.co_consts, *item.co_names])
+        if isinstance(item, type):
+            return f"{self._add(item.__module__)}.{item.__qualname__}"
+        if hasattr(item, "tolist"):
+            return f"{item.dtype} {item.tolist()}"
+        return self._function(item) if callable(item) else self._object(item)
+
+    def _all(self, kind: str, parts: Iterable[Any]) -> str:
+        return f"{kind}({', '.join(map(self.words, parts))})"
+
+    def _add(self, module: str) -> str:
+        """Have a module count by its sources or by the version of what installed it; returns it."""
+        apart = _installed_apart(_top(module), self.own)
+        if apart or _top(module) in sys.stdlib_module_names:
+            self.installed |= apart or set()
+        else:
+            self.modules.add(module)
+        return module
+
+    def _function(self, item: Any) -> str:
+        module = self._add(_module(item))
+        name = getattr(item, "__qualname__", None) or getattr(item, "__name__", type(item).__name__)
+        code = getattr(item, "__code__", None)
+        parts = [cell.cell_contents for cell in getattr(item, "__closure__", None) or ()]
+        parts += [getattr(item, "__defaults__", None), getattr(item, "__kwdefaults__", None)]
+        parts += [item.__wrapped__] if hasattr(item, "__wrapped__") else []
+        if code is None:
+            return f"{module}.{name}({self._object(item)})"
+        if isinstance(item, MethodType):
+            parts.append(item.__self__)
+        if _file(module) is None:
+            # Of a notebook: no file says what it does, nor what the functions do that it calls.
+            known = item.__globals__
+            parts += [code, *(known[name] for name in code.co_names if name in known)]
+        return self._all(f"{module}.{name}:{code.co_firstlineno}", parts)
+
+    def _object(self, item: Any) -> str:
+        """By what it holds if its class stands in the sources that count. Others may hold what
+        changes while they run.
+        """
+        words = self.words(type(item))
+        if type(item).__module__ in self.modules:
+            slots = getattr(item, "__slots__", ())
+            held = {name: getattr(item, name) for name in slots if hasattr(item, name)}
+            return f"{words}{self.words(held | getattr(item, '__dict__', {}))}"
+        told = repr(item)
+        return words if " at 0x" in told else f"{words} {told}"
+
+
+def _module(item: Any) -> str:
+    """The module of what is called, or of the function that it wraps."""
+    return getattr(inspect.unwrap(item), "__module__", None) or type(item).__module__
 
 
 @cache
-def _hash(modules: frozenset[str], framework: str) -> str:
+def _hash(modules: frozenset[str], installed: frozenset[str], framework: str) -> str:
     sources = closure(modules)
     digest = hashlib.sha256()
     for path in sources.files():
@@ -83,7 +149,7 @@ def _hash(modules: frozenset[str], framework: str) -> str:
     others = {name for names in VERSIONS.values() for name in names} - {
         *VERSIONS.get(framework, ())
     }
-    for name in sorted({*VERSIONS.get(framework, ()), *sources.installed} - others):
+    for name in sorted({*VERSIONS.get(framework, ()), *installed, *sources.installed} - others):
         digest.update(f"{name}={_version(name)}".encode())
     return digest.hexdigest()[:16]
 

@@ -232,6 +232,28 @@ def cuda(device: str) -> str:
     return device
 
 
+@pytest.fixture
+def registries() -> Iterator[None]:
+    """What plug-ins may change in a process, all put back afterwards. What engines bring along is
+    there before: it registers once, when it is imported, and would be gone for all tests behind.
+    """
+    from twinfer.ops import REGISTRY, resolve
+    from twinfer.ops.implement import IMPLEMENTATIONS
+    from twinfer.ops.plan import _defaults
+    from twinfer.shared.models.stages import _replaced
+    from twinfer.shared.worker import backend_module
+
+    for backend in ("torch", "jax"):
+        backend_module(backend, "plans")
+        resolve(backend)
+    kept: list[tuple[dict, dict]] = [(known, dict(known)) for known in IMPLEMENTATIONS.values()]
+    kept += [(each, dict(each)) for each in (IMPLEMENTATIONS, REGISTRY.ops, _defaults, _replaced)]
+    yield
+    for each, before in kept:
+        each.clear()
+        each.update(before)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _precision_of_a_worker(device: str) -> None:
     """On a GPU, round products as every worker does from its start: no test shall depend on

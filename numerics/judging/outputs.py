@@ -245,7 +245,7 @@ def _ties(
     found: dict[int, np.ndarray] = {}
     for index in narrow:
         entries = HeldEntries(share, outputs[index])
-        explained = evaluate(op, arguments, exact=True, writing=entries)[index]
+        explained = evaluate(op, arguments, exact=True, choices=(entries,))[index]
         found[index] = explained.view(np.uint8) == outputs[index].view(np.uint8)
     return found
 

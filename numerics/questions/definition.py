@@ -15,7 +15,7 @@ import numpy as np
 from ...shared.models import decoder
 from ..judging.gates import longest_sum, semantics
 from ..judging.metrics import measure
-from ..sides.narrow_cache import ApartEntries, Writing
+from ..sides.narrow_cache import ApartEntries, Choosing
 from ..sides.reference import bound, reference_of
 from ..sides.steps import empty_caches, make_owned_steps, owned_rows
 from ..sides.subject import HostWeights, Subject, widened_layer
@@ -99,7 +99,7 @@ class SharedDefinition:
     def _check_cache(self) -> None:
         subject = self._subject
         apart = ApartEntries(subject.cache_dtype, self._scales)
-        found = exact_logits(subject.plain_cache, self._sequences, apart)
+        found = exact_logits(subject.plain_cache, self._sequences, (apart,))
         places = sorted(self._right)
         got, right = (np.stack([x[place] for place in places]) for x in (self._right, found))
         m = measure(got, right, right)
@@ -135,12 +135,12 @@ class SharedDefinition:
 
 
 def exact_logits(
-    subject: Subject, sequences: Sequence[np.ndarray], writing: Writing | None = None
+    subject: Subject, sequences: Sequence[np.ndarray], choices: Sequence[Choosing] = ()
 ) -> dict[tuple[int, int], np.ndarray]:
     """Logits [vocab] of the exact reference by (sequence, position)."""
     owned = [*make_owned_steps(subject, sequences, 1)]
     steps = [step for step, _ in owned]
-    reference = reference_of(subject, exact=True, writing=writing)
+    reference = reference_of(subject, exact=True, choices=choices)
     runs = reference.run_steps(HostWeights(subject), empty_caches(subject, steps), steps)
     return {
         place: found[-1][row]

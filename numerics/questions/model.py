@@ -24,7 +24,7 @@ from ...shared.step import PROCESSING, StepInput
 from ..errors import NotComparable
 from ..judging.amplification import TRIES, amplification, worth_trying
 from ..judging.diff import Diff, Finding, beyond_dtype, pooled_problems
-from ..judging.gates import Amplified, Family, Gate, Mode, Scope, longest_sum
+from ..judging.gates import Amplified, Family, Gate, Mode, Scope, longest_sum, semantics
 from ..judging.logits_metrics import compare_logits, known_rows
 from ..judging.metrics import Metrics, measure
 from ..judging.outputs import FEW, OpJudge, gate_for
@@ -35,7 +35,8 @@ from ..progress import Progress, silent
 from ..sides.environment import describe
 from ..sides.fault import Fault
 from ..sides.jitter import HALF_ULP32, Jitter
-from ..sides.narrow_cache import HeldEntries, OtherNeighbours, doubt, is_narrow
+from ..sides.narrow_cache import Choosing, HeldEntries, OtherNeighbours, doubt, is_narrow
+from ..sides.narrow_inputs import HeldInputs, OtherInputs, TriedInputs, off_by, settled
 from ..sides.passes import Stepwise
 from ..sides.reference import State, reference_of, sources_of, storage_dtype, total
 from ..sides.sampling import chooser_of, sampled_rows, sampling_field
@@ -45,6 +46,7 @@ from ..sides.steps import (
     owned_rows,
     place,
     real_tokens,
+    rows_of_requests,
     where,
 )
 from ..sides.subject import HostWeights, Subject, Target, name_sides
@@ -56,6 +58,10 @@ LIMITS = 5
 AMPLIFIED = 4.0
 """So many times the power that layers make of noise by themselves: what is carried through a stream
 adds up to about once.
+"""
+PATIENCE = 256
+"""Runs of a layer that may look in vain for ties that explain what a side did: what is really wrong
+would make a comparison many times as long.
 """
 Streams = dict[bool, tuple[np.ndarray, np.ndarray]]
 """hidden and residual of the exact reference (True) and of the faithful one."""
@@ -100,15 +106,17 @@ class Comparison:
         # is no rounding that both make, and mode P is mode S.
         self.gates: Mode = "S" if subject.dtype == "float32" else mode
         # In the run dtype the faithful reference is beside as many ties as a backend is.
+        self._doubt = doubt(self.reduction, Family().deviations) if self.gates == "S" else 0.0
+        self._patience = PATIENCE
         self._held: HeldEntries | None = None
-        ties: OtherNeighbours | None = None
-        if self.gates == "S" and subject.cache_dtype != subject.dtype:
-            share = doubt(self.reduction, Family().deviations)
-            self._held, ties = HeldEntries(share), OtherNeighbours(share)
+        ties: list[Choosing] = [OtherInputs(self._doubt)] if self._doubt else []
+        if self._doubt and subject.cache_dtype != subject.dtype:
+            self._held = HeldEntries(self._doubt)
+            ties.append(OtherNeighbours(self._doubt))
         self._reference = partial(reference_of, subject)
         self.exact = self._reference(exact=True)
-        self.faithful = self._reference(exact=False, writing=ties)
-        self.local = self._reference(exact=True, writing=self._held)
+        self.faithful = self._reference(exact=False, choices=ties)
+        self.local = self._reference(exact=True, choices=self._writing())
         self.local_faithful = self._reference(exact=False)
         self.sides = [Judged(side, name) for name, side in sides.items()]
         self.diff = Diff(tuple(sides))
@@ -264,10 +272,62 @@ class Comparison:
         if self._held is not None:
             self._held.held = judged.ran.after[self.sources[index]]
         expected = total(self.local.layer(index, weights, inputs))
+        held: list[Choosing] = []
+        if self._doubt and self._patience > 0 and self._is_off(output[rows], expected[rows]):
+            entries = self._settled(judged, index, weights, inputs, output, rows)
+            held = [HeldInputs(entries)]
+            expected = total(self._alone(index, weights, inputs, held))
         noisy = total(self.local_faithful.layer(index, weights, inputs))
         self._ops(judged, index, self.local_faithful.calls, inputs)
-        amplified = partial(self._amplified, index, weights, inputs, expected, rows)
+        amplified = partial(self._amplified, index, weights, inputs, expected, rows, held)
         self._find(judged.name, "layer", index, "output", output, expected, noisy, amplified, rows)
+
+    def _is_off(self, output: np.ndarray, expected: np.ndarray) -> bool:
+        """Whether any row is further off than sums in another order explain."""
+        limit = semantics("layer", self.reduction).rel_l2 or 0.0
+        return bool((off_by(output, expected) > limit).any())
+
+    def _writing(self) -> list[Choosing]:
+        """How local references write a cache."""
+        return [] if self._held is None else [self._held]
+
+    def _alone(
+        self, index: int, weights: Mapping[str, np.ndarray], inputs: State,
+        choices: Sequence[Choosing], tracer: Tracer | None = None,
+    ) -> State:  # fmt: skip
+        """What a layer gives by the exact reference with these choices."""
+        choices = [*self._writing(), *choices]
+        reference = self._reference(exact=True, tracer=tracer, choices=choices)
+        reference.begin(self.step)
+        reference.embed(self.weights.top())  # for layers that have inputs of their own
+        return reference.layer(index, weights, inputs)
+
+    def _settled(
+        self, judged: Judged, index: int, weights: Mapping[str, np.ndarray], inputs: State,
+        output: np.ndarray, rows: np.ndarray,
+    ) -> list[np.ndarray]:  # fmt: skip
+        """The entries that go into a layer's products, with those that the side took at ties. What
+        is seen of a token is what the layer wrote to the cache, then its output.
+        """
+        place = self.subject.layout.places[index].group
+        tokens = len(output)
+        slots = np.asarray(self.step.field("slots"))[place * tokens : place * tokens + self.real]
+
+        def written(cache: np.ndarray) -> np.ndarray:
+            return cache.reshape(-1, *cache.shape[2:])[slots]
+
+        def run(tried: TriedInputs) -> list[np.ndarray]:
+            *stream, cache = self._alone(index, weights, inputs, [tried])
+            return [written(cache), total(stream)[: self.real]]
+
+        known = np.full_like(output, np.nan)
+        known[rows] = output[rows]
+        seen = [written(judged.ran.after[self.sources[index]]), known[: self.real]]
+        limit = semantics("layer", self.reduction).rel_l2 or 0.0
+        requests = rows_of_requests(self.step)
+        entries, wasted = settled(run, self._doubt, seen, requests, limit, self._patience)
+        self._patience -= wasted
+        return entries
 
     def _is_lost(self, inputs: State, streams: Streams) -> bool:
         """Whether a layer was given numbers that are not finite, and should not have been: nothing
@@ -279,16 +339,13 @@ class Comparison:
 
     def _amplified(
         self, index: int, weights: Mapping[str, np.ndarray], inputs: State, expected: np.ndarray,
-        rows: np.ndarray, tries: int,
+        rows: np.ndarray, held: Sequence[Choosing], tries: int,
     ) -> Amplified:  # fmt: skip
-        """What a layer makes of errors of its ops' inputs."""
+        """What a layer makes of errors of its ops' inputs. `held` went into its products."""
 
         def run(rng: np.random.Generator) -> list[np.ndarray]:
             jitter = Jitter(rng, self._half_ulp)
-            reference = self._reference(exact=True, tracer=jitter, writing=self._held)
-            reference.begin(self.step)
-            reference.embed(self.weights.top())  # for layers that have inputs of their own
-            return [total(reference.layer(index, weights, inputs))[rows]]
+            return [total(self._alone(index, weights, inputs, held, jitter))[rows]]
 
         return amplification(run, [expected[rows]], tries)[0]
 

@@ -139,7 +139,7 @@ def faulty_plans(plans: Plans, fault: Fault) -> Plans:
         }
         for kind, of_kind in plans.layers.items()
     }
-    return _FaultyPlans(kinds, layers)
+    return _FaultyPlans(kinds, layers, plans.stages)
 
 
 @dataclass(frozen=True, slots=True)

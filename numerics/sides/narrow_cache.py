@@ -42,13 +42,20 @@ def doubt(reduction: int, deviations: float) -> float:
     return deviations * HALF_ULP32 * reduction**0.5
 
 
-class Writing(Protocol):
-    """What stands for `write_kv` in a reference. `layer` is the one that runs."""
+def margin(x: np.ndarray, share: float) -> np.ndarray:
+    """How far each of the numbers x [... n] may be off that are `share` of their row off."""
+    row = np.sqrt(np.mean(x**2, -1, keepdims=True))
+    off: np.ndarray = share * np.maximum(row, np.abs(x))
+    return off
+
+
+class Choosing(Protocol):
+    """Stands for ops of a reference where rounding has a choice. `layer` is the one that runs."""
 
     layer: int
 
-    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The op as it writes."""
+    def wrap(self, op: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The op of that name as it chooses; one that has no choice is the `function` itself."""
 
 
 class _Ties(ABC):
@@ -61,8 +68,8 @@ class _Ties(ABC):
     def __init__(self, share: float) -> None:
         self._share = share
 
-    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """See `Writing`."""
+    def wrap(self, op: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """See `Choosing`."""
 
         def write(kv: np.ndarray, k: np.ndarray, v: np.ndarray, *rest: Any) -> np.ndarray:
             out: np.ndarray = function(kv, k, v, *rest)
@@ -73,13 +80,10 @@ class _Ties(ABC):
             )
             return self._chosen(out, below, above)
 
-        return write
+        return write if op == "write_kv" else function
 
     def _off(self, x: np.ndarray) -> np.ndarray:
-        wide = x.astype(np.float64)
-        row = np.sqrt(np.mean(wide**2, -1, keepdims=True))
-        off: np.ndarray = self._share * np.maximum(row, np.abs(wide))
-        return off
+        return margin(x.astype(np.float64), self._share)
 
     @abstractmethod
     def _chosen(self, out: np.ndarray, below: np.ndarray, above: np.ndarray) -> np.ndarray:
@@ -132,8 +136,8 @@ class ApartEntries:
     def __init__(self, dtype: str, scales: Callable[[int], Mapping[str, np.ndarray]]) -> None:
         self._dtype, self._scales = dtype, scales
 
-    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """See `Writing`."""
+    def wrap(self, op: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """See `Choosing`."""
 
         def write(
             kv: np.ndarray, k: np.ndarray, v: np.ndarray, slots: np.ndarray, *scales: Any
@@ -143,7 +147,7 @@ class ApartEntries:
             out: np.ndarray = function(kv, *both, slots)
             return out
 
-        return write
+        return write if op == "write_kv" else function
 
     def _held(self, x: np.ndarray, scale: np.ndarray) -> np.ndarray:
         """What is left of x [tok kvhead hdim] in entries times `scale` [kvhead]."""

@@ -23,7 +23,7 @@ from ...shared.models import decoder
 from ...shared.models.config import ModelConfig
 from ...shared.models.spec import source_of
 from ...shared.step import StepInput
-from .narrow_cache import Writing, is_narrow
+from .narrow_cache import Choosing, is_narrow
 from .passes import Stepwise
 from .subject import HostWeights, Subject
 from .taps import Call, Tracer
@@ -53,13 +53,12 @@ class Reference:
     the last program.
 
     `groups` is the page group of each layer in the steps that it runs; none: they have one page
-    table. `tracer` sees its ops' calls. `writing` is how it writes its cache, where that is not as
-    the op says.
+    table. `tracer` sees its ops' calls. `choices` stand for ops where rounding has a choice.
     """
 
     def __init__(
         self, model: ModelConfig, tables: tuple[np.ndarray, np.ndarray], *, exact: bool,
-        groups: Sequence[int] = (), tracer: Tracer | None = None, writing: Writing | None = None,
+        groups: Sequence[int] = (), tracer: Tracer | None = None, choices: Sequence[Choosing] = (),
     ) -> None:  # fmt: skip
         self.model = model
         self._groups = groups or [0] * model.num_layers
@@ -67,8 +66,8 @@ class Reference:
         self.exact = exact
         self._tables = tables
         self._tracer = Tracer() if tracer is None else tracer
-        self._writing = writing
-        self._ops = bound(exact, self._tracer, writing)
+        self._choices = choices
+        self._ops = bound(exact, self._tracer, choices)
 
     @property
     def calls(self) -> list[Call]:
@@ -100,8 +99,8 @@ class Reference:
         """
         hidden, residual = (self.widen(x) for x in state[:2])
         kv = state[2] if is_narrow(state[2]) else self.widen(state[2])
-        if self._writing is not None:
-            self._writing.layer = index
+        for choosing in self._choices:
+            choosing.layer = index
         batch = self._batch.of_group(self._groups[index], self._num_groups).of_layer(index)
         self._tracer.start(weights, batch.arrays())
         with np.errstate(all="ignore"):
@@ -179,26 +178,26 @@ class Reference:
 
 def reference_of(
     subject: Subject, *, exact: bool, tracer: Tracer | None = None,
-    tables: tuple[np.ndarray, np.ndarray] | None = None, writing: Writing | None = None,
+    tables: tuple[np.ndarray, np.ndarray] | None = None, choices: Sequence[Choosing] = (),
 ) -> Reference:  # fmt: skip
-    """The reference of a subject, for its steps; `tables` stand for its rotary tables, `writing`
-    for how it writes its cache.
+    """The reference of a subject, for its steps; `tables` stand for its rotary tables, `choices`
+    for ops where rounding has a choice.
     """
     groups = [place.group for place in subject.layout.places]
     tables = subject.rotary_tables() if tables is None else tables
     return Reference(
-        subject.model, tables, exact=exact, groups=groups, tracer=tracer, writing=writing
+        subject.model, tables, exact=exact, groups=groups, tracer=tracer, choices=choices
     )
 
 
-def bound(exact: bool, tracer: Tracer | None = None, writing: Writing | None = None) -> Any:
+def bound(exact: bool, tracer: Tracer | None = None, choices: Sequence[Choosing] = ()) -> Any:
     """The numpy ops, exact or faithful."""
 
     def wrap(op: Op, function: Any) -> Any:
         if op.name == "paged_attention" and not exact:
             function = faithful_attention
-        if op.name == "write_kv" and writing is not None:
-            function = writing.wrap(function)
+        for choosing in choices:
+            function = choosing.wrap(op.name, function)
         return tracer.wrap(op, function) if tracer is not None else function
 
     return _plan().bind(wrap)
@@ -217,13 +216,13 @@ def _ops(exact: bool) -> SimpleNamespace:
 
 def evaluate(
     op: str, arguments: Mapping[str, Any], *, exact: bool, tracer: Tracer | None = None,
-    writing: Writing | None = None,
+    choices: Sequence[Choosing] = (),
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
     """One op: exactly, on float64 copies of its floating arguments, or faithfully, in the dtypes
-    that they have. `tracer` sees its calls, `writing` is how it writes a cache.
+    that they have. `tracer` sees its calls, `choices` stand for ops where rounding has a choice.
     """
-    plain = tracer is None and writing is None
-    ops = _ops(exact) if plain else bound(exact, tracer, writing)
+    plain = tracer is None and not choices
+    ops = _ops(exact) if plain else bound(exact, tracer, choices)
     given = widened(REGISTRY[op], dict(arguments)) if exact else arguments
     with np.errstate(all="ignore"):
         out = getattr(ops, op)(**given)

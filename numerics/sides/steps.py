@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -229,6 +230,12 @@ def empty_caches(subject: Subject, steps: Sequence[StepInput]) -> list[np.ndarra
 def real_tokens(step: StepInput) -> int:
     """Tokens of a step that are not padding."""
     return int(step.field("query_start")[int(step.field("counts")[1])])
+
+
+def rows_of_requests(step: StepInput) -> list[range]:
+    """The rows of each request of a step."""
+    starts, count = step.field("query_start").tolist(), int(step.field("counts")[1])
+    return [range(*ends) for ends in pairwise(starts[: count + 1])]
 
 
 def pages_of(steps: Sequence[StepInput]) -> int:

@@ -22,6 +22,7 @@ from ...ops import Plan, Plans, Recorder
 from ...ops.plan import plan_layers
 from ...ops.recording import OUTSIDE, Call
 from ...ops.shapes import recording_ops
+from ...ops.source_hash import source_hash
 from ..config import ResolvedConfig
 from ..step import (
     SAMPLERS,
@@ -38,7 +39,7 @@ from .config import ModelConfig
 from .sampler import OF_THE_OP, sample
 from .sharding import rows_to_sample
 from .spec import Layer, Model
-from .stages import Rows, Weights
+from .stages import Rows, Weights, outside_stages
 from .table import Parameter
 
 LAYER_KINDS = ("decode", "mixed")
@@ -154,12 +155,15 @@ def plan_programs(
     """The plans of all programs. `choose(calls=...)` makes one, `record(kind)` gives the calls
     of a kind.
     """
-    layers = decoder.model_of(model).kinds
+    spec = decoder.model_of(model)
+    layers = spec.kinds
     by_kind = {"sample": choose(calls=record("sample"))}
     by_layer = {}
     for kind in LAYER_KINDS:
         by_kind[kind], by_layer[kind] = plan_layers(choose, record(kind), layers)
-    return Plans({kind: by_kind[kind] for kind in KINDS}, by_layer)
+    framework = by_kind["sample"].framework
+    stages = {name: source_hash(one, framework) for name, one in outside_stages(spec).items()}
+    return Plans({kind: by_kind[kind] for kind in KINDS}, by_layer, stages)
 
 
 class RecordedCalls(decoder.PlainCalls):

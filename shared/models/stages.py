@@ -426,5 +426,11 @@ def any_replaced(model: Model) -> bool:
     return any(is_replaced(layer) for layer in model.kinds)
 
 
+def outside_stages(model: Model) -> dict[str, Stage]:
+    """The stages of a model that come from outside, by the names of their mixers."""
+    mixers = {type(sublayer.mixer) for layer in model.kinds for sublayer in layer}
+    return {mixer.__name__: _replaced[mixer] for mixer in mixers & _replaced.keys()}
+
+
 def _title(stage: Stage) -> str:
     return f"{stage.__module__}.{getattr(stage, '__qualname__', stage)}"

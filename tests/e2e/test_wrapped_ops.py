@@ -49,7 +49,7 @@ def backends(monkeypatch):
 
 
 @pytest.fixture
-def spelled_out():
+def spelled_out(registries):
     """A stage that spells out a sum and a norm, which the passes know as one op, before what the
     model does.
     """
@@ -61,8 +61,6 @@ def spelled_out():
         )
 
     stages.replace_stage(Mlp, stage)
-    yield
-    stages._replaced.clear()
 
 
 def run(device, ops, folder, max_num_seqs=2, **config):

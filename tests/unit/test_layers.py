@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twinfer.ops import Recorder, resolve
-from twinfer.ops.implement import IMPLEMENTATIONS, Refusal, implement
+from twinfer.ops.implement import Refusal, implement
 from twinfer.shared.config import DeviceInfo, EngineConfig
 from twinfer.shared.config import resolve as resolve_config
 from twinfer.shared.models import decoder
@@ -157,10 +157,8 @@ def test_kinds_are_the_different_layers_in_order():
 
 
 @pytest.fixture
-def whole_only():
+def whole_only(registries):
     """A provider of attention that refuses windows, on torch."""
-    resolve("torch")
-    before = {key: dict(value) for key, value in IMPLEMENTATIONS.items()}
 
     def no_window(
         q: "Array", kv: "Array", page_table: "Array", query_start: "Array", kv_lens: "Array",
@@ -181,9 +179,6 @@ def whole_only():
     implement("paged_attention", provider="whole", framework="torch", supports_args=no_window)(
         attention
     )
-    yield
-    IMPLEMENTATIONS.clear()
-    IMPLEMENTATIONS.update(before)
 
 
 def plans_of(model, **options):

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 from twinfer.ops import OpError, Recorder, implement, priority, resolve, set_default
-from twinfer.ops.implement import IMPLEMENTATIONS
-from twinfer.ops.plan import _defaults
 from twinfer.ops.recording import Call
 from twinfer.ops.source_hash import closure
 
@@ -28,21 +26,12 @@ def even_rows(x: "Array") -> bool:  # noqa: F821
 
 
 @pytest.fixture(autouse=True)
-def registry():
-    """Providers `mine` (any rows) and `even` (an even number of rows) for torch; all is put back
-    afterwards.
-    """
-    for framework in ("jax", "torch"):
-        resolve(framework)  # the native ones register when they are first needed
-    before = {key: dict(value) for key, value in IMPLEMENTATIONS.items()}
+def registry(registries):
+    """Providers `mine` (any rows) and `even` (an even number of rows) for torch."""
     implement("silu_and_mul", provider="mine", framework="torch")(silu_and_mul)
     implement("silu_and_mul", provider="even", framework="torch", supports_args=even_rows)(
         silu_and_mul
     )
-    yield
-    IMPLEMENTATIONS.clear()
-    IMPLEMENTATIONS.update(before)
-    _defaults.clear()
 
 
 def calls(*rows, programs=("one",)):

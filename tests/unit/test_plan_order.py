@@ -9,9 +9,8 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from twinfer.ops import REGISTRY, OpError, implement, priority, resolve, set_default
-from twinfer.ops.implement import IMPLEMENTATIONS
-from twinfer.ops.plan import _defaults
+from twinfer.ops import REGISTRY, OpError, implement, plugins, priority, resolve, set_default
+from twinfer.ops.implement import IMPLEMENTATIONS, preferred
 from twinfer.ops.recording import Call
 
 CHIP = "rms_norm", "fused_add_rms_norm", "norm_rope_write_kv", "silu_and_mul", "gated_mlp"
@@ -28,18 +27,11 @@ def provide(op, provider, framework="numpy", **properties):
 
 
 @pytest.fixture(autouse=True)
-def providers():
-    """`chip` for what a platform prefers, `acme` from outside; all is put back afterwards."""
-    for framework in ("jax", "torch"):
-        resolve(framework)
-    before = {key: dict(value) for key, value in IMPLEMENTATIONS.items()}
+def providers(registries):
+    """`chip` for what a platform prefers, `acme` from outside."""
     for op in CHIP:
         provide(op, "chip", preferred_on=("tpu",))
         provide(op, "acme")
-    yield
-    IMPLEMENTATIONS.clear()
-    IMPLEMENTATIONS.update(before)
-    _defaults.clear()
 
 
 def chosen(plan):
@@ -107,6 +99,42 @@ def test_nothing_steps_back_for_what_does_not_run_here():
     plan = resolve("numpy", platform="tpu")
     assert chosen(plan) == PREFERRED
     assert plan["rms_norm"].passed_over == (("elsewhere", "not supported on this machine"),)
+
+
+def test_a_platform_prefers_what_comes_from_outside_whoever_was_imported_first():
+    """A script registers before an engine imports our kernels, a plug-in afterwards; and plug-ins
+    are found in any order.
+    """
+    for provider in ("zeta", "acme"):
+        provide("silu_and_mul", provider, "torch", preferred_on=("cpu",))
+    known = IMPLEMENTATIONS["silu_and_mul", "torch"]
+    assert "c" in known
+    orders = []
+    for order in (known, reversed([*known]), sorted(known)):
+        IMPLEMENTATIONS["silu_and_mul", "torch"] = {name: known[name] for name in order}
+        orders.append(preferred("torch", "cpu")["silu_and_mul"])
+    assert orders == [["acme", "zeta", "c"]] * 3
+    assert resolve("torch", platform="cpu")["silu_and_mul"].provider == "acme"
+
+
+def test_plugins_are_loaded_by_name_wherever_they_are_found(monkeypatch):
+    """Folders are listed in any order, and another one may make another plan."""
+    loaded = []
+
+    class Entry:
+        value = "somewhere:register"
+
+        def __init__(self, name):
+            self.name = name
+
+        def load(self):
+            return lambda: loaded.append(self.name)
+
+    for names in (["b", "a"], ["a", "b"]):
+        found = [Entry(name) for name in names]
+        monkeypatch.setattr(plugins, "entry_points", lambda group, found=found: found)
+        assert plugins.load_plugins.__wrapped__() == ("a", "b")
+    assert loaded == ["a", "b"] * 2
 
 
 def x_of(rows, parents=(), program="decode[8]", op="rms_norm"):

@@ -2,6 +2,9 @@
 in others.
 """
 
+import dataclasses
+import enum
+import functools
 import json
 import os
 import shutil
@@ -9,11 +12,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import torch
 
 from twinfer.ops import resolve
+from twinfer.ops.source_hash import source_hash
+from twinfer.shared.config import DeviceInfo, EngineConfig
+from twinfer.shared.config import resolve as resolve_config
+from twinfer.shared.models import stages
+from twinfer.shared.models.config_json import parse_config
+from twinfer.shared.models.shapes import SHAPES
+from twinfer.shared.models.spec import Attention, Experts, Mlp
+from twinfer.shared.worker import backend_module
 
 ROOT = Path(__file__).parents[2]
+TINY = parse_config(SHAPES["qwen3-0.6b"] | {"num_hidden_layers": 1})
 ROOMS = ("ops", "bucketing", "shared", "gpu", "tpu")
 
 UNCALLED = """
@@ -184,3 +199,197 @@ def test_what_the_array_api_is_on_torch_and_numpy_is_among_the_versions(monkeypa
     after = hashes()
     source_hash._hash.cache_clear()
     assert [a == b for a, b in zip(before, after, strict=True)] == [False, False, True]
+
+
+def doubled(x):
+    return x + x
+
+
+def negated(x):
+    return -x
+
+
+def enclosing(value):
+    return lambda x: (value, x)
+
+
+def by_default(value):
+    def inner(x, scale=value, *, shift=0):
+        return x * scale + shift
+
+    return enclosing(inner)
+
+
+def by_keyword(value):
+    def inner(x, *, scale=value):
+        return x * scale
+
+    return enclosing(inner)
+
+
+class Scaled:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __call__(self, x):
+        return x * self.scale
+
+
+class Kind(enum.Enum):
+    WIDE = 1
+    NARROW = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    scale: float
+
+
+BOUND = {
+    "a function": (enclosing, doubled, negated),
+    "functions in a tuple": (enclosing, (doubled, negated), (negated, doubled)),
+    "a function in a dict": (enclosing, {"f": doubled}, {"f": negated}),
+    "a bound function": (lambda value: functools.partial(Scaled.__call__, value), doubled, negated),
+    "a default": (by_default, 1.0, 2.0),
+    "a default by keyword": (by_keyword, 1.0, 2.0),
+    "an object that is called": (Scaled, 1.0, 2.0),
+    "an object whose method is called": (lambda value: Scaled(value).__call__, 1.0, 2.0),
+    "an object": (lambda value: enclosing(Setting(value)), 1.0, 2.0),
+    "an array": (enclosing, np.ones(3), np.zeros(3)),
+    "a number of numpy": (enclosing, np.float32(1), np.float32(2)),
+    "a tensor": (enclosing, torch.ones(3, dtype=torch.bfloat16), torch.zeros(3)),
+    "a dtype": (enclosing, torch.float32, torch.bfloat16),
+    "a name": (enclosing, Kind.WIDE, Kind.NARROW),
+    "a set": (enclosing, {"a", "b"}, {"a", "c"}),
+    "an operator of torch": (enclosing, torch.ops.aten.relu.default, torch.ops.aten.neg.default),
+    "a builtin": (enclosing, torch.relu, torch.sigmoid),
+    "a function of JAX": (enclosing, jnp.exp, jnp.log),
+    "a function of numpy": (enclosing, np.exp, np.log),
+    "a function of torch": (enclosing, torch.nn.functional.silu, torch.nn.functional.gelu),
+    "a module": (enclosing, np, torch),
+}
+
+
+@pytest.mark.parametrize("what", BOUND)
+def test_all_that_a_function_binds_counts(what):
+    """A plug-in that makes its function of a setting gives another implementation for another
+    setting, though no source has changed.
+    """
+    make, one, other = BOUND[what]
+    assert source_hash(make(one), "torch") == source_hash(make(one), "torch")
+    assert source_hash(make(one), "torch") != source_hash(make(other), "torch")
+
+
+def test_the_places_of_bound_values_count():
+    def ordered(a, b):
+        return lambda x: (a, b, x)
+
+    assert source_hash(ordered(1, 2), "torch") != source_hash(ordered(2, 1), "torch")
+
+
+def test_a_function_that_binds_itself_has_a_hash():
+    def again(x):
+        return again(x - 1) if x else x
+
+    assert source_hash(again, "torch") == source_hash(again, "torch")
+
+
+EVERYWHERE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from twinfer.ops.source_hash import source_hash
+from twinfer.shared.config import DeviceInfo, EngineConfig
+from twinfer.shared.config import resolve as resolve_config
+from twinfer.shared.models import stages
+from twinfer.shared.models.config_json import parse_config
+from twinfer.shared.models.shapes import SHAPES
+from twinfer.shared.models.spec import Attention, Experts, Mlp
+from twinfer.shared.worker import backend_module
+from tests.unit import test_source_hash as test
+print([source_hash(make(one), "torch") for make, one, _ in test.BOUND.values()])
+"""
+
+
+def test_what_is_bound_is_the_same_in_every_process():
+    """Addresses, and the order of sets, are not: ranks would refuse one another, and nothing that
+    was compiled would be used again.
+    """
+
+    def hashes(seed):
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", EVERYWHERE, str(ROOT)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert hashes("1") == hashes("2")
+
+
+WITHOUT_FILE = """
+from twinfer.ops.source_hash import source_hash
+from twinfer.shared.config import DeviceInfo, EngineConfig
+from twinfer.shared.config import resolve as resolve_config
+from twinfer.shared.models import stages
+from twinfer.shared.models.config_json import parse_config
+from twinfer.shared.models.shapes import SHAPES
+from twinfer.shared.models.spec import Attention, Experts, Mlp
+from twinfer.shared.worker import backend_module
+
+def scale(x):
+    return x * {factor}
+
+def rms_norm(x):
+    return scale(x)
+
+print(source_hash(rms_norm, "numpy"))
+"""
+
+
+def test_a_function_of_a_notebook_counts_by_what_it_does():
+    """It has no file; what it calls there counts too."""
+
+    def of(factor):
+        command = [sys.executable, "-c", WITHOUT_FILE.format(factor=factor)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert of(2) == of(2) != of(3)
+
+
+def keys_of_engines():
+    """By backend, the hash of the plans and what compiled programs are kept by."""
+    found = {}
+    for backend in ("torch", "jax"):
+        given = EngineConfig(model="m", backend=backend)
+        config, _ = resolve_config(given, TINY, DeviceInfo("cpu", "cpu", 1 << 36))
+        plans = backend_module(backend, "plans").make_plans(TINY, config)
+        found[backend] = plans.hash, plans.cache_key
+    return found
+
+
+@pytest.mark.parametrize("mixer", [Mlp, Attention])
+def test_a_stage_from_outside_counts(registries, mixer):
+    """What it does between its ops is compiled into programs, and in no op of the plan."""
+
+    def times(factor):
+        def stage(ops, *args):
+            y, cache = stages.STAGES[mixer](ops, *args)
+            return y * factor, cache
+
+        return stage
+
+    def keys(stage):
+        stages._replaced.clear()
+        stages.replace_stage(mixer, stage)
+        return keys_of_engines()
+
+    plain, half, third = keys_of_engines(), keys(times(0.5)), keys(times(1 / 3))
+    assert half == keys(times(0.5))
+    for backend in ("torch", "jax"):
+        assert len({plain[backend][0], half[backend][0], third[backend][0]}) == 3
+        assert len({plain[backend][1], half[backend][1], third[backend][1]}) == 3
+
+
+def test_a_stage_that_the_model_does_not_have_counts_nowhere(registries):
+    plain = keys_of_engines()
+    stages.replace_stage(Experts, lambda *args: None)
+    assert keys_of_engines() == plain

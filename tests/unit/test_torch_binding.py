@@ -11,7 +11,6 @@ import torch
 from twinfer.ops import REGISTRY, OpError, implement, resolve
 from twinfer.ops.bindings.torch import bind, front, register
 from twinfer.ops.cases import load_all
-from twinfer.ops.implement import IMPLEMENTATIONS
 from twinfer.ops.namespaces.torch_ import from_numpy
 from twinfer.ops.testing import TESTING
 
@@ -140,12 +139,8 @@ def clones(function):
 
 
 @pytest.fixture
-def in_place():
-    """Implementations that write in place, removed afterwards; yields a plan that has chosen
-    them.
-    """
-    resolve("torch")
-    before = {key: dict(value) for key, value in IMPLEMENTATIONS.items()}
+def in_place(registries):
+    """A plan that has chosen implementations that write in place."""
 
     @implement("rms_norm", provider="overwriting", framework="torch", inplace=True)
     def rms_norm(x: "Array", weight: "Array", eps: "float") -> "Array":
@@ -159,9 +154,7 @@ def in_place():
         scale = torch.rsqrt((residual * residual).mean(-1, keepdim=True) + eps)
         return x.copy_(residual * scale * weight), residual
 
-    yield resolve("torch", {"rms_norm": ("overwriting",), "fused_add_rms_norm": ("overwriting",)})
-    IMPLEMENTATIONS.clear()
-    IMPLEMENTATIONS.update(before)
+    return resolve("torch", {"rms_norm": ("overwriting",), "fused_add_rms_norm": ("overwriting",)})
 
 
 LONG = (
@@ -300,18 +293,11 @@ def test_an_unknown_plan_is_refused():
         bind(resolve("numpy"), wrap=True)
 
 
-def test_in_place_implementations_return_their_activations():
-    resolve("torch")
-    before = {key: dict(value) for key, value in IMPLEMENTATIONS.items()}
-
+def test_in_place_implementations_return_their_activations(registries):
     @implement("add", provider="dishonest", framework="torch", inplace=True)
     def add(x: "Array", residual: "Array") -> "Array":
         return x + residual
 
-    try:
-        ops = bind(resolve("torch", {"add": ("dishonest",)}), compiling=True)
-        with pytest.raises(OpError, match="returns other tensors"):
-            ops.add(torch.ones(2, 2), torch.ones(2, 2))
-    finally:
-        IMPLEMENTATIONS.clear()
-        IMPLEMENTATIONS.update(before)
+    ops = bind(resolve("torch", {"add": ("dishonest",)}), compiling=True)
+    with pytest.raises(OpError, match="returns other tensors"):
+        ops.add(torch.ones(2, 2), torch.ones(2, 2))

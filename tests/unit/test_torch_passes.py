@@ -13,7 +13,6 @@ from torch._dynamo.exc import BackendCompilerFailed
 from twinfer.gpu.passes import Lowering, count_calls, functionalize, fuse, fusible, passes_backend
 from twinfer.ops import REGISTRY, OpError, implement, resolve
 from twinfer.ops.bindings.torch import bind, front
-from twinfer.ops.implement import IMPLEMENTATIONS
 from twinfer.shared.models import decoder
 from twinfer.shared.models.config import ModelConfig
 
@@ -49,16 +48,6 @@ def _fresh():
     torch._dynamo.reset()
     with torch.inference_mode():
         yield
-
-
-@pytest.fixture
-def providers():
-    """Registered implementations, put back as they were."""
-    resolve("torch")
-    before = {key: dict(value) for key, value in IMPLEMENTATIONS.items()}
-    yield
-    IMPLEMENTATIONS.clear()
-    IMPLEMENTATIONS.update(before)
 
 
 def run_layer(function, ops, dtype=torch.float32, layer=decoder.layer):
@@ -289,7 +278,7 @@ def test_what_is_no_pattern_is_left_alone(function):
     assert_same(got, function(plan.bind(), *values))
 
 
-def test_fusion_runs_what_is_planned_for_the_coarse_op(providers):
+def test_fusion_runs_what_is_planned_for_the_coarse_op(registries):
     @implement("fused_add_rms_norm", provider="kernel", framework="torch", inplace=True)
     def kernel(
         x: "Array", residual: "Array", weight: "Array", eps: "float"
@@ -314,7 +303,7 @@ def test_fusion_runs_what_is_planned_for_the_coarse_op(providers):
 
 
 @pytest.fixture
-def overwriting(providers):
+def overwriting(registries):
     """A plan whose norms write in place."""
 
     def norm(x, weight, eps):
