@@ -83,6 +83,14 @@ def one_in(op, framework, provider, device="cpu"):
     return ONE_IN.get((op, provider), ONE_IN_OTHERS)
 
 
+ALL_IMPLEMENTATIONS = [
+    (op, framework, provider)
+    for op in OPS
+    for framework in FRAMEWORKS
+    for provider in providers(op, framework)
+]
+
+
 def judged(on_a_gpu, slow=frozenset()):
     """(op, framework, provider) of every implementation; those that `on_a_gpu` takes are judged
     there too.
@@ -94,16 +102,8 @@ def judged(on_a_gpu, slow=frozenset()):
         return pytest.mark.slow if (op, framework, provider) in slow else ()
 
     return [
-        pytest.param(
-            op,
-            framework,
-            provider,
-            id=f"{op}-{framework}-{provider}",
-            marks=marks(op, framework, provider),
-        )
-        for op in OPS
-        for framework in FRAMEWORKS
-        for provider in providers(op, framework)
+        pytest.param(*names, id="-".join(names), marks=marks(*names))
+        for names in ALL_IMPLEMENTATIONS
     ]
 
 
