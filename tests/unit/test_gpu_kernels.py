@@ -56,7 +56,7 @@ QUICK = " and not ".join(
         "[moe_experts_narrow-torch-triton]",
         "[gated_mlp_grouped-torch-triton]",
         "mixed_steps[heads2",
-        "mixed_steps[heads0",
+        "mixed_steps[heads3",
         "experts[bfloat16-5-40",
         "experts[bfloat16-4-33",
         "experts[bfloat16-150",
