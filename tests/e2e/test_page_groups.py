@@ -116,15 +116,13 @@ CASES = [
 CASES = [case for case in CASES if case[1] != "tiny cache" or case[0] in TINY]
 ON_A_GPU = [("period", "default", "torch"), ("uneven", "loops", "torch")]
 IN_MAKE_TEST = [
-    *((model, "default", "torch") for model in MODELS if model != "period"),
+    *((model, "default", "torch") for model in MODELS),
     *(("uneven", "tiny cache", backend) for backend in ("torch", "jax")),
     ("two sizes", "tiny cache", "torch"),
     *((model, "no prefix cache", "torch") for model in ("only windows", "read")),
     *((model, "loops", "torch") for model in ("uneven", "read")),
 ]
-"""Each model but one whose layers take turns as those of another do, and each variant with two of
-them.
-"""
+"""Each model, and each variant with two of them."""
 
 
 def marks(case):
