@@ -16,6 +16,22 @@ GREEDY_ONLY = Demand(samplers=("greedy",), logprobs=False, prompt_logprobs=False
 they have tests of their own.
 """
 
+SMALL = dict(
+    dtype="float32", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=32, page_size=16,
+    num_pages=32,
+)  # fmt: skip
+"""Of engines in tests that are not about sizes. Those that run one checkpoint share the programs
+that JAX has compiled, whatever file they are in.
+"""
+
+
+def small(backend: str) -> dict:
+    """The options of a small engine. JAX compiles for seconds for each program: of each kind it has
+    one.
+    """
+    return SMALL | (dict(decode_sizes=(4,), mixed_sizes=(32,)) if backend == "jax" else {})
+
+
 BASE = dict(
     hidden_size=64, intermediate_size=112, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2,

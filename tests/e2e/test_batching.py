@@ -11,7 +11,7 @@ from twinfer.shared.engine import Engine
 from twinfer.shared.models.config_json import load_config
 from twinfer.shared.sampling_params import SamplingParams
 
-from .conftest import GREEDY_ONLY
+from .conftest import GREEDY_ONLY, small
 
 COUNT = 64
 BACKENDS = ["jax", "torch"]
@@ -65,13 +65,9 @@ def workload(vocab):
 def engine(folder, backend, device, demand=ANYTHING, **options):
     settings = {"max_model_len": 160, "max_num_seqs": 16, "max_num_batched_tokens": 64}
     settings |= {"page_size": 16} | options  # so that few pages are few tokens on a GPU too
-    config = EngineConfig(model=folder, backend=backend, device=device, dtype="float32", **settings)
+    settings = {"dtype": "float32"} | settings
+    config = EngineConfig(model=folder, backend=backend, device=device, **settings)
     return Engine(config, load_config(folder), folder, demand=demand)
-
-
-def few(backend, requests):
-    """One decode program of the JAX worker, which compiles for seconds for each."""
-    return {"decode_sizes": (requests,)} if backend == "jax" else {}
 
 
 def run_alone(engine, requests):
@@ -107,7 +103,7 @@ def alone(checkpoints, device):
     def get(backend):
         if backend not in made:
             plain = {"async_scheduling": False, "enable_prefix_caching": False}
-            one = {"max_num_seqs": 1} if backend == "jax" else {}
+            one = {"max_num_seqs": 1, "mixed_sizes": (64,)} if backend == "jax" else {}
             subject = engine(folder, backend, device, **plain, **one)
             made[backend] = run_alone(subject, workload(subject.model.vocab_size))
             subject.close()
@@ -192,8 +188,7 @@ def test_compiled_layers_agree_with_eager_ones(checkpoints, alone, device):
 def test_a_late_compilation_is_counted(checkpoints, backend, device):
     """The counter that the tests above trust must see a program that was not in the table."""
     folder, _ = checkpoints("qwen3")
-    sizes = few(backend, 2) | {"max_num_batched_tokens": 16, "demand": GREEDY_ONLY}
-    subject = engine(folder, backend, device, max_num_seqs=2, **sizes)
+    subject = engine(folder, backend, device, GREEDY_ONLY, **small(backend))
     assert subject.worker.compilations_after_ready() == 0
     compile_something(backend, 7)
     assert subject.worker.compilations_after_ready() == 0, "that was somebody else"
@@ -231,10 +226,10 @@ def plant_compilation(worker, backend):
 def test_another_engine_that_starts_is_not_counted(checkpoints, backend, device):
     folder, _ = checkpoints("qwen3")
     # At level 0 torch compiles nothing at all on a CPU.
-    sizes = {"max_num_batched_tokens": 16, "compile_level": 1 if backend == "torch" else None}
-    sizes["demand"] = GREEDY_ONLY
-    first = engine(folder, backend, device, max_num_seqs=2, **sizes, **few(backend, 2))
-    second = engine(folder, backend, device, max_num_seqs=3, **sizes, **few(backend, 3))
+    sizes = small(backend) | {"compile_level": 1 if backend == "torch" else None}
+    first = engine(folder, backend, device, GREEDY_ONLY, **sizes)
+    sizes |= {"max_num_seqs": 3} | ({"decode_sizes": (3,)} if backend == "jax" else {})
+    second = engine(folder, backend, device, GREEDY_ONLY, **sizes)
     second.add("late", [1, 2, 3], SamplingParams(temperature=0, max_tokens=1))
     second.step()
     assert first.worker.compilations_after_ready() == second.worker.compilations_after_ready() == 0

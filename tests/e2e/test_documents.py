@@ -7,6 +7,7 @@ with flags that exist. `MODEL` stands for a model's folder (docs/cli.md says so)
 
 import argparse
 import contextlib
+import functools
 import io
 import itertools
 import os
@@ -166,7 +167,7 @@ def complaint(words: list[str], whole: bool) -> str | None:
     """What the parser of `twinfer` says against arguments. Those that are not `whole` may lack
     what is required.
     """
-    parser, _ = cli._parser()
+    parser = all_parsers()[0]
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
@@ -243,8 +244,9 @@ def script_problem(script: Path, arguments: list[str]) -> str | None:
     return missing_flag(arguments[len(own) + 1 :])  # they go to a command of `twinfer`
 
 
-def all_parsers() -> list[OneLineParser]:
-    """That of `twinfer`, and of every command."""
+@functools.cache
+def all_parsers() -> tuple[OneLineParser, ...]:
+    """That of `twinfer`, and of every command. Made once: the documents name hundreds of flags."""
     parser, _ = cli._parser()
     found = [parser]
     for one in found:
@@ -254,7 +256,7 @@ def all_parsers() -> list[OneLineParser]:
             if isinstance(action, argparse._SubParsersAction)
         ]
         found += [command for choices in below for command in choices.values()]
-    return found
+    return tuple(found)
 
 
 def test_a_flag_with_several_values_keeps_all_when_repeated():

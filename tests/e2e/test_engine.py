@@ -13,7 +13,7 @@ from twinfer.shared.request import FinishReason, Request
 from twinfer.shared.request_checks import token_array
 from twinfer.shared.sampling_params import SamplingParams
 
-from .conftest import GREEDY_ONLY
+from .conftest import GREEDY_ONLY, small
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 
@@ -22,12 +22,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20)
 def started(request, checkpoints, device):
     """An engine for all tests of this file: no test leaves a request in it."""
     folder, _ = checkpoints("qwen3")
-    config = EngineConfig(
-        model=folder, backend=request.param, device=device, dtype="float32", max_model_len=128,
-        max_num_seqs=4,
-        max_num_batched_tokens=32,
-        page_size=16,
-    )  # fmt: skip
+    options = small(request.param)
+    config = EngineConfig(model=folder, backend=request.param, device=device, **options)
     made = Engine(config, load_config(folder), folder, demand=GREEDY_ONLY)
     yield made
     made.close()

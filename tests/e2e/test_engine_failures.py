@@ -23,6 +23,8 @@ from twinfer.shared.errors import EngineDead
 from twinfer.shared.request import FinishReason
 from twinfer.shared.sampling_params import SamplingParams
 
+from .conftest import GREEDY_ONLY, small
+
 ROOT = str(Path(twinfer.__file__).parent)
 RNG = np.random.default_rng(5)
 PROMPTS = [RNG.integers(0, 900, n).tolist() for n in (1, 15, 17, 40, 33)]
@@ -43,18 +45,10 @@ ON_GPUS_TOO = pytest.mark.parametrize(
 
 def open_llm(checkpoints, backend, device, setting, **options):
     folder, _ = checkpoints("qwen3")
-    small = {
-        "dtype": "float32",
-        "max_model_len": 64,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 32,
-        "page_size": 16,
-        "num_pages": 24,
-    }
-    if backend == "jax":  # which compiles for seconds for each program
-        small |= {"decode_sizes": (4,), "mixed_sizes": (32,)}
-    options = small | SETTINGS[setting] | options
-    return LLM(folder, backend=backend, device=device, progress=False, **options)
+    options = small(backend) | SETTINGS[setting] | options
+    return LLM(
+        folder, backend=backend, device=device, progress=False, demand=GREEDY_ONLY, **options
+    )
 
 
 def tokens_of(llm, prompts=PROMPTS):

@@ -107,7 +107,7 @@ def logits_of(engine, tokens, chunk=128):
 ON_JAX = ["granite", "gemma3"]
 VARIANTS = [
     "gemma3-images", "ministral3-images", "gemma4-images", "gemma4-experts-images", "mistral3-tied-window",
-    "mixtral-window", "qwen3-tied-bias", "qwen3-moe-biases", "glm4-head24",
+    "mixtral-window", "qwen3-tied-bias", "qwen3-moe-biases", "glm4-head24", "glm4-moe-biases", "granite-odd",
 ]  # fmt: skip
 """Of configurations beside them: in `make test-slow`."""
 ON_A_GPU = [
@@ -403,22 +403,21 @@ DENSE = [
     *("gemma2", "gemma3", "gemma4", "gemma4-small", "gemma4-experts"),
     *("glm4", "olmo2", "olmo3", "ministral3"),
 ]
-IN_TURN = ("gemma2", "gemma4", "gemma4-experts", "glm4")
+IN_TURN = ("gemma2", "gemma4", "gemma4-experts", "glm4", "olmo3")
 """Have the caches of Gemma 3, of the small Gemma 4, and of OLMo 2: in `make test-slow`."""
-ON_BOTH = [
-    *(pytest.param(name, "torch", marks=pytest.mark.slow) for name in IN_TURN),
-    *(pytest.param(name, "torch") for name in DENSE if name not in IN_TURN),
-    *(pytest.param(name, "jax", marks=pytest.mark.slow) for name in DENSE),
+ON_TORCH = [
+    pytest.param(name, "torch", marks=pytest.mark.slow if name in IN_TURN else ()) for name in DENSE
 ]
+ON_BOTH = [*ON_TORCH, *(pytest.param(name, "jax", marks=pytest.mark.slow) for name in DENSE)]
 
 
-@pytest.mark.parametrize("name", DENSE)
-def test_chunks_against_the_whole(checkpoints, prompts, name, device):
+@pytest.mark.parametrize(("name", "backend"), ON_TORCH)
+def test_chunks_against_the_whole(checkpoints, prompts, name, backend, device):
     """What a chunk leaves in the cache is what the next one has to find, across pages and
     windows.
     """
     folder, _ = checkpoints(name)
-    engine = start(folder, "torch", device)
+    engine = start(folder, backend, device)
     (prompt,) = prompts(997, 100)
     whole = logits_of(engine, prompt)
     for chunk in (1, 7, 16, 33):

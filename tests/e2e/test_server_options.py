@@ -79,6 +79,23 @@ def test_a_server_whose_words_nobody_reads_serves_on(closed, tmp_path):
             assert server.wait(30) == 0
 
 
+def test_keys_are_asked_of_everybody(server):
+    with server.client() as client:
+        assert client.get("/health").status_code == client.get("/").status_code == 200
+        for path in ("/v1/models", "/metrics", "/nothing", "/v1//models", "/V1/models"):
+            assert client.get(path).status_code == 401
+        for value in ("k", "Bearer", "Bearer three", "Basic k", "Bearer k other"):
+            headers = {"authorization": value}
+            assert client.get("/v1/models", headers=headers).status_code == 401
+        large = client.post("/v1/completions", content=b" " * (33 << 20))
+        assert large.status_code == 401
+    for key in ("k", "other"):
+        with server.openai(api_key=key) as known:
+            assert [model.id for model in known.models.list()] == ["one", "two"]
+    with server.openai(api_key="three") as unknown, pytest.raises(openai.AuthenticationError):
+        unknown.models.list()
+
+
 @pytest.mark.parametrize(
     ("more", "prompt"),
     [
