@@ -1,12 +1,13 @@
 """How much memory the KV cache took when this start was last measured, kept beside the compiled
 code.
 
-A later start with the same fingerprint (model, configuration, plan, versions, device, free memory
-to within a class) takes what was measured then, so that it has the same number of pages.
+A later start with the same fingerprint (model, configuration, plan, sources, versions, device, free
+memory to within a class) takes what was measured then, so that it has the same number of pages.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -19,6 +20,8 @@ from ..shared.models.config import ModelConfig
 from .backend import key_factors, open_cache
 
 PLAN = "start.json"
+ROOMS = ("bucketing", "gpu", "shared")
+"""Whose sources decide what programs take; those of ops are in the plan."""
 CLASS = 1 << 28
 """Starts whose free memory differs by less than this (bytes, both counted down to a multiple)
 share a plan.
@@ -38,10 +41,24 @@ def start_factors(
     }
     compilation = asdict(config.compilation) | {"debug_dump_path": None, "cache_dir": None}
     memory = {"total": device.memory, "free_class": free // CLASS, "class_bytes": CLASS}
-    more = {"config": asked, "compilation": compilation, "memory": memory}
+    more = {
+        "config": asked,
+        "compilation": compilation,
+        "memory": memory,
+        "sources": _sources(Path(__file__).parents[1]),
+    }
     factors = key_factors(plan_hash, config.compilation, asdict(model)) | more
     kept: dict[str, Any] = json.loads(json.dumps(factors, default=str, sort_keys=True))
     return kept
+
+
+def _sources(package: Path) -> str:
+    """Hex digest of the sources of ROOMS."""
+    digest = hashlib.sha256()
+    for room in ROOMS:
+        for path in sorted((package / room).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def read_start_plan(root: str | None, factors: Mapping[str, Any], free: int) -> int | None:

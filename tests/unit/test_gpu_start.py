@@ -57,6 +57,20 @@ def factors(free=FREE, device=GPU, plan="plan", model=MODEL, **options):
     return start_plan.start_factors(model, config, plan, device, free)
 
 
+def test_the_sources_of_a_start_plan_are_those_of_its_rooms(tmp_path):
+    for room in (*start_plan.ROOMS, "tests"):
+        (tmp_path / room / "inner").mkdir(parents=True)
+        (tmp_path / room / "inner" / "part.py").write_text("x = 1")
+    before = start_plan._sources(tmp_path)
+    (tmp_path / "tests/inner/part.py").write_text("x = 2")
+    assert start_plan._sources(tmp_path) == before
+    for room in start_plan.ROOMS:
+        (tmp_path / room / "inner" / "part.py").write_text("x = 2")
+        now = start_plan._sources(tmp_path)
+        assert now != before, room
+        before = now
+
+
 def test_a_start_plan_is_reused_only_if_everything_matches(tmp_path, monkeypatch):
     root = str(tmp_path)
     kept = start_plan.write_start_plan(root, factors(), 50 << 30)
@@ -76,6 +90,9 @@ def test_a_start_plan_is_reused_only_if_everything_matches(tmp_path, monkeypatch
     }
     monkeypatch.setattr(torch, "__version__", "0.0")
     others["versions"] = factors()
+    monkeypatch.undo()
+    monkeypatch.setattr(start_plan, "_sources", lambda package: "of another release")
+    others["sources"] = factors()
     for name, changed in others.items():
         assert start_plan.read_start_plan(root, changed, FREE) is None, name
     monkeypatch.undo()
