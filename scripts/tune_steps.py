@@ -1,7 +1,7 @@
 """How long a decode step takes with other launch configurations, each in a CUDA graph of its own.
 
-    python scripts/tune_steps.py --shape llama3-8b --quantization int4 --batch-sizes 1
-        --prompt 128,1024 --try 'decode_few/bfloat16/128={"chunk":[64,256],"warps":[2,8]}'
+    python scripts/tune_steps.py --shape qwen3-0.6b --batch-sizes 8 --prompt 128,1024
+        --try 'held/4096x1024/8={"carveout":[-1,28,57],"warps":[2,4]}'
 
 A kernel that is fast by itself may be slow in a step, where launches overlap: this times all layers
 of a step with one entry of `configs.json` changed at a time, to each combination of the values
