@@ -49,6 +49,8 @@ ARGUMENTS: dict[str, Any] = {
 """The calls of a worker that all hosts make and that take something, and what."""
 ANSWERED = ("digests", "measure", "close")
 """The calls whose results the first host waits for."""
+UNFINISHED = "it was closed before it was ready"
+"""Why others leave where the first host has met no error of theirs."""
 PARTING_S = 5.0
 """How long it waits for the others to leave: the last of them needs it still."""
 
@@ -83,6 +85,12 @@ def end_process(why: str) -> None:
     """Say why in one line, and end this process whatever its other threads wait for."""
     print(f"error: {why}", file=sys.stderr, flush=True)
     os._exit(EXIT_LOST)
+
+
+def in_words(error: BaseException) -> str:
+    """An error of the first host in one line."""
+    failed = failure(0, error)
+    return f"{failed.kind}: {failed.words}"
 
 
 class Watch:
@@ -201,6 +209,10 @@ class FirstHost:
         self._met = threading.Event()
         self._changed = threading.Condition()
         self._closing = False
+        self._failed = UNFINISHED
+        """Why nothing comes of this host, which the others are told that have to leave. "": it is
+        ready.
+        """
         self._watch = Watch(self._told, self._beat)
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
@@ -208,9 +220,10 @@ class FirstHost:
             keys = [key_of(host, board) for host in self._others]
             board.put(key_name(0), self._server.allow(keys))
             self._meet(digests)
-        except BaseException:
+        except BaseException as error:
+            self._failed = in_words(error)
             if self._met.is_set():
-                self._wait_for_leaving(self._send("close"))
+                self._wait_for_leaving(self._send("close", self._failed))
             self._leave()
             raise
 
@@ -309,7 +322,8 @@ class FirstHost:
         """
         try:
             yield
-        except Exception:
+        except Exception as error:
+            self._failed = in_words(error)
             met = time.monotonic()
             # Each is heard of in the end, or lost.
             while not (self._watch.all_heard_since(met) or self._watch.is_over):
@@ -339,7 +353,9 @@ class FirstHost:
         """See `Worker`."""
         self._send("warm_up", table)
         with self.reasoned():
-            return self._worker.warm_up(table, progress)
+            reports = self._worker.warm_up(table, progress)
+        self._failed = ""
+        return reports
 
     def execute(self, step: StepInput) -> StepHandle:
         """See `Worker`."""
@@ -358,8 +374,10 @@ class FirstHost:
         raise BackendUnavailable("logits: backends are compared on one host")
 
     def close(self) -> None:
-        """See `Worker`. The other hosts leave."""
-        number = self._send("close")
+        """See `Worker`. The other hosts leave, with an error if this one is not ready or has met
+        one.
+        """
+        number = self._send("close", self._failed)
         self._worker.close()
         self._wait_for_leaving(number)
         self._leave()
@@ -404,7 +422,7 @@ def follow(
     leave: Callable[[], None] = lambda: None,
 ) -> None:
     """Make the calls that the first host makes, until it closes. It stays until `leave` has run
-    here. Raises BackendUnavailable if it makes none.
+    here. Raises BackendUnavailable if it makes none, or gives up.
     """
     public, secret = zmq.curve_keypair()
     board.put(key_name(host), public.decode())
@@ -441,7 +459,7 @@ def follow(
             raise BackendUnavailable(
                 f"hosts: host 0 made no call within {PATIENCE_S:.0f} s; {open_}"
             )
-        _make_calls(worker, calls, host, send, digests, leave)
+        why = _make_calls(worker, calls, host, send, digests, leave)
     except Exception as error:
         send(failure(host, error))
         time.sleep(BEAT_S)  # the first host ends all; what it says is the reason
@@ -453,6 +471,8 @@ def follow(
         for socket in (calls, beats, reports):
             socket.close(linger=2000)
         context.term()
+    if why:
+        raise BackendUnavailable(f"hosts: host 0 gave up: {why}")
 
 
 def _make_calls(
@@ -462,7 +482,8 @@ def _make_calls(
     send: Callable[[Report], None],
     digests: Mapping[str, str],
     leave: Callable[[], None],
-) -> None:
+) -> str:
+    """Returns why the first host has given up, "" if it has not."""
     number = 0
     while True:
         call = decode(calls.recv(), Call)
@@ -483,4 +504,4 @@ def _make_calls(
         if call.name in ANSWERED:
             send(Done(host, number, msgspec.Raw(encode(found))))
         if call.name == "close":
-            return
+            return decode(call.value, str)

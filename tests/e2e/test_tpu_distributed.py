@@ -150,7 +150,9 @@ def test_a_first_host_may_close_before_anything_is_loaded():
     mine = Recorder(6)
     hosts_.first(mine).close()
     hosts_.join()
-    assert hosts_.lost == hosts_.errors == []
+    assert hosts_.lost == []
+    told = {str(error) for error in hosts_.errors}
+    assert told == {"hosts: host 0 gave up: it was closed before it was ready"}
     assert all(host.calls == [("close",)] for host in (mine, *others))
 
 
@@ -160,6 +162,30 @@ def test_hosts_that_run_something_else_are_named(what):
     with pytest.raises(ConfigError, match=f"{what}: host 1 has other, host 0 has {SAME[what]}"):
         hosts_.first(Recorder(5))
     hosts_.join()
+    (error,) = hosts_.errors
+    assert isinstance(error, BackendUnavailable)
+    assert str(error).startswith(f"hosts: host 0 gave up: ConfigError: {what}: host 1 has other")
+
+
+def test_others_leave_with_an_error_where_the_first_host_has_met_one():
+    """Who started them sees by their exit code that there was no run."""
+
+    class Broken(Recorder):
+        def warm_up(self, table, progress):
+            raise MemoryError("planted\nin two lines")
+
+    others = [Recorder(5), Recorder(7)]
+    hosts_ = Hosts(*others)
+    first = hosts_.first(Broken(6))
+    with pytest.raises(MemoryError):
+        first.warm_up(Table((8,), (16,), 8), print)
+    first.close()
+    hosts_.join()
+    assert hosts_.lost == []
+    assert [type(error) for error in hosts_.errors] == [BackendUnavailable] * 2
+    told = {str(error) for error in hosts_.errors}
+    assert told == {"hosts: host 0 gave up: MemoryError: planted in two lines"}
+    assert all(other.calls[-1] == ("close",) for other in others)
 
 
 def test_a_host_that_raises_is_told_of_at_once(monkeypatch):
@@ -308,6 +334,7 @@ def test_no_host_comes_before_it_is_let_in(monkeypatch):
     hosts_ = Hosts(*others, board=PutToSleep())
     first = hosts_.first(Recorder(6))
     assert first.measure() == 5
+    first.warm_up(Table((8,), (16,), 8), print)
     first.close()
     hosts_.join()
     assert hosts_.errors == []
