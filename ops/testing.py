@@ -87,7 +87,8 @@ class Testing:
     `magnitude(arguments)` gives, for each output, what was added up in absolute values (None:
     |want|), `rounded` the same for inner roundings (None: the magnitude). `small(arguments, least)`
     is how far each output may be off, in absolute terms, where inner roundings are off by `least`,
-    half of the storage dtype's smallest number.
+    half of the storage dtype's smallest number. `flips(arguments, dtype)` is how far it may be off
+    by values that are quantised on the way, where a rounding to the storage dtype decides.
 
     `bitwise`: the oracle runs in the dtypes of the arguments, and outputs must equal it bit for
     bit. `free(arguments)` marks, for each output, elements that the contract leaves open. `rows`
@@ -104,6 +105,7 @@ class Testing:
     magnitude: Callable[[Arguments], Any] | None = None
     rounded: Callable[[Arguments], Any] | None = None
     small: Callable[[Arguments, float], Any] | None = None
+    flips: Callable[[Arguments, Any], Any] | None = None
     dtypes: tuple[str, ...] = FLOATS
     bitwise: bool = False
     free: Callable[[Arguments], Any] | None = None
@@ -278,9 +280,10 @@ class Judge:
         with np.errstate(all="ignore"):
             self.magnitudes = self._each(self.testing.magnitude, wide)
             self.rounded = self._each(self.testing.rounded or self.testing.magnitude, wide)
-            small, storage = self.testing.small, _storage(arguments)
+            small, flips, storage = self.testing.small, self.testing.flips, _storage(arguments)
             least = 0.0 if storage is None else limits(storage).half_ulp * limits(storage).tiny
             self.small = self._each(None if small is None else lambda a: small(a, least), wide)
+            self.flips = self._each(None if flips is None else lambda a: flips(a, storage), wide)
         self.free = self._each(self.testing.free, arguments)
         self.by_dot = self._each(self.testing.dots[dot] if dot else None, wide)
 
@@ -299,16 +302,15 @@ class Judge:
         """
         worst = Verdict(0.0, 0.0, "nothing compared")
         parts = zip(
-            outputs, self.wanted, self.magnitudes, self.rounded, self.small, self.free, self.by_dot,
-            strict=True,
+            outputs, self.wanted, self.magnitudes, self.rounded, self.small, self.free, self.flips,
+            self.by_dot, strict=True,
         )  # fmt: skip
-        for index, (got, want, magnitude, rounded, small, free, by_dot) in enumerate(parts):
+        for index, (got, want, magnitude, rounded, small, free, *besides) in enumerate(parts):
             got, want = np.asarray(got), np.asarray(want)
             if free is not None and got.shape == want.shape:
                 got = np.where(np.broadcast_to(free, got.shape), want.astype(got.dtype), got)
-            extra = more[index] if more else None
-            if by_dot is not None:
-                extra = by_dot if extra is None else extra + by_dot
+            besides = [x for x in (*besides, more[index] if more else None) if x is not None]
+            extra = sum(besides) if besides else None
             verdict = _judge_one(got, want, magnitude, rounded, small, self.testing, extra)
             if not (verdict.error <= worst.error and verdict.gain <= worst.gain):
                 where = f"output {index}, {verdict.where}"

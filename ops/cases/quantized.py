@@ -9,6 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from ..namespaces import namespace
@@ -16,6 +17,9 @@ from ..reference import lora, narrow, quantization
 from ..testing import Arguments, Bound
 from .dense import chain
 from .families import SUMS, Function, altered, judged, normal, rows, scaled, without_tail
+
+ACCUMULATED = 16.0
+"""Operations in float32 in a chain, of products of fp8 and what is made of them."""
 
 # Quantisation: values and scales are bitwise what the reference gives
 
@@ -351,6 +355,42 @@ def _mlp_cut_sums(a: Arguments) -> Any:
     return 2.0 * off @ np.abs(_wide(second)[1]).T + cut_sums(second)
 
 
+def _mlp_flips(a: Arguments, storage: Any) -> Any:
+    """What entries between the products do that may be others: where float32 sums decide how gate,
+    up or what is made of them is rounded, and that decides about an entry, or about the largest of
+    a row, which its scale is made of.
+    """
+    first, second, gate, up = _mlp_sides(a)
+    sums = np.split(ACCUMULATED * 2.0**-24 * _products(first), 2, axis=1)
+    sides = (0.0, -1.0, 1.0)
+
+    def stored(x: np.ndarray, off: np.ndarray) -> list[np.ndarray]:
+        return [(x + side * off).astype(storage).astype(np.float64) for side in sides]
+
+    gates, ups = (stored(x, off) for x, off in zip((gate, up), sums, strict=True))
+    made = [g / (1.0 + np.exp(-g)) * u for g in gates for u in ups]
+    hidden = np.stack([h for x in made for h in stored(x, ACCUMULATED * 2.0**-24 * np.abs(x))])
+    own, size = hidden[0], np.abs(hidden)
+    scales = [
+        quantized("fp8", largest, "row")[1].astype(np.float64)
+        for largest in (own, size.min(0), size.max(0))
+    ]
+
+    def entries(x: np.ndarray, scale: np.ndarray, side: float) -> np.ndarray:
+        units = x / scale * (1.0 + side * 2.0**-22)
+        kept: np.ndarray = units.clip(-448.0, 448.0).astype(ml_dtypes.float8_e4m3fn)
+        return kept.astype(np.float64) * scale
+
+    others = [
+        entries(x, scale, side)
+        for x in (own, hidden.min(0), hidden.max(0))
+        for scale in scales
+        for side in sides
+    ]
+    step = np.max([np.abs(x - others[0]) for x in others], axis=0)
+    return step @ np.abs(_wide(second)[1]).T
+
+
 def _mlp_with(change: Callable[[Any, Any], Any]) -> Function:
     """The op with what goes into its second product changed: (ops, hidden) -> (values, scales)."""
 
@@ -398,12 +438,13 @@ judged(
         ),
     },
     bound=Bound(
-        accumulated=16.0,
+        accumulated=ACCUMULATED,
         inner=1.0,
         ties=1.0,
-        reason="an entry beside a tie of e4m3 may fall to its other side, few do",
+        reason="an entry beside a tie of e4m3 may fall to its other side",
     ),
     magnitude=_mlp_products,
+    flips=_mlp_flips,
     dots={narrow.FP8_UNITS: _mlp_cut_sums},
 )
 
