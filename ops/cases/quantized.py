@@ -378,8 +378,9 @@ def _mlp_flips(a: Arguments, storage: Any) -> Any:
 
     def entries(x: np.ndarray, scale: np.ndarray, side: float) -> np.ndarray:
         units = x / scale * (1.0 + side * 2.0**-22)
-        kept: np.ndarray = units.clip(-448.0, 448.0).astype(ml_dtypes.float8_e4m3fn)
-        return kept.astype(np.float64) * scale
+        kept = units.clip(-448.0, 448.0).astype(ml_dtypes.float8_e4m3fn)
+        found: np.ndarray = kept.astype(np.float64) * scale
+        return found
 
     others = [
         entries(x, scale, side)
