@@ -36,7 +36,7 @@ def source_hash(function: Callable[..., Any], framework: str) -> str:
     """Hex digest of all that `function` is made of, in `framework`: sources, bound and enclosed
     values, versions. It is the same in every process.
     """
-    made = _Made(_top(_module(function)))
+    made = _Ingredients(_top(_module(function)))
     words = made.words(function)
     if any(_top(name) == OURS for name in made.modules):
         # A native implementation is its reference in a namespace.
@@ -54,7 +54,7 @@ PLAIN = (bool, int, float, complex, str, bytes, NoneType)
 
 
 @dataclass(slots=True)
-class _Made:
+class _Ingredients:
     """What a function of the top-level module `own` is made of: modules, and distributions whose
     versions stand for theirs.
     """

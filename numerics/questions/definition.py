@@ -15,7 +15,7 @@ import numpy as np
 from ...shared.models import decoder
 from ..judging.gates import longest_sum, semantics
 from ..judging.metrics import measure
-from ..sides.narrow_cache import ApartEntries, Choosing
+from ..sides.narrow_cache import ApartEntries, RoundingChoice
 from ..sides.reference import bound, reference_of
 from ..sides.steps import empty_caches, make_owned_steps, owned_rows
 from ..sides.subject import HostWeights, Subject, widened_layer
@@ -135,7 +135,7 @@ class SharedDefinition:
 
 
 def exact_logits(
-    subject: Subject, sequences: Sequence[np.ndarray], choices: Sequence[Choosing] = ()
+    subject: Subject, sequences: Sequence[np.ndarray], choices: Sequence[RoundingChoice] = ()
 ) -> dict[tuple[int, int], np.ndarray]:
     """Logits [vocab] of the exact reference by (sequence, position)."""
     owned = [*make_owned_steps(subject, sequences, 1)]

@@ -35,8 +35,8 @@ from ..progress import Progress, silent
 from ..sides.environment import describe
 from ..sides.fault import Fault
 from ..sides.jitter import HALF_ULP32, Jitter
-from ..sides.narrow_cache import Choosing, HeldEntries, OtherNeighbours, doubt, is_narrow
-from ..sides.narrow_inputs import HeldInputs, OtherInputs, TriedInputs, off_by, settled
+from ..sides.narrow_cache import HeldEntries, OtherNeighbours, RoundingChoice, doubt, is_narrow
+from ..sides.narrow_inputs import HeldInputs, OtherInputs, TriedInputs, off_by, settle
 from ..sides.passes import Stepwise
 from ..sides.reference import State, reference_of, sources_of, storage_dtype, total
 from ..sides.sampling import chooser_of, sampled_rows, sampling_field
@@ -109,7 +109,7 @@ class Comparison:
         self._doubt = doubt(self.reduction, Family().deviations) if self.gates == "S" else 0.0
         self._patience = PATIENCE
         self._held: HeldEntries | None = None
-        ties: list[Choosing] = [OtherInputs(self._doubt)] if self._doubt else []
+        ties: list[RoundingChoice] = [OtherInputs(self._doubt)] if self._doubt else []
         if self._doubt and subject.cache_dtype != subject.dtype:
             self._held = HeldEntries(self._doubt)
             ties.append(OtherNeighbours(self._doubt))
@@ -272,9 +272,9 @@ class Comparison:
         if self._held is not None:
             self._held.held = judged.ran.after[self.sources[index]]
         expected = total(self.local.layer(index, weights, inputs))
-        held: list[Choosing] = []
+        held: list[RoundingChoice] = []
         if self._doubt and self._patience > 0 and self._is_off(output[rows], expected[rows]):
-            entries = self._settled(judged, index, weights, inputs, output, rows)
+            entries = self._settle_entries(judged, index, weights, inputs, output, rows)
             held = [HeldInputs(entries)]
             expected = total(self._alone(index, weights, inputs, held))
         noisy = total(self.local_faithful.layer(index, weights, inputs))
@@ -287,13 +287,13 @@ class Comparison:
         limit = semantics("layer", self.reduction).rel_l2 or 0.0
         return bool((off_by(output, expected) > limit).any())
 
-    def _writing(self) -> list[Choosing]:
+    def _writing(self) -> list[RoundingChoice]:
         """How local references write a cache."""
         return [] if self._held is None else [self._held]
 
     def _alone(
         self, index: int, weights: Mapping[str, np.ndarray], inputs: State,
-        choices: Sequence[Choosing], tracer: Tracer | None = None,
+        choices: Sequence[RoundingChoice], tracer: Tracer | None = None,
     ) -> State:  # fmt: skip
         """What a layer gives by the exact reference with these choices."""
         choices = [*self._writing(), *choices]
@@ -302,7 +302,7 @@ class Comparison:
         reference.embed(self.weights.top())  # for layers that have inputs of their own
         return reference.layer(index, weights, inputs)
 
-    def _settled(
+    def _settle_entries(
         self, judged: Judged, index: int, weights: Mapping[str, np.ndarray], inputs: State,
         output: np.ndarray, rows: np.ndarray,
     ) -> list[np.ndarray]:  # fmt: skip
@@ -325,7 +325,7 @@ class Comparison:
         seen = [written(judged.ran.after[self.sources[index]]), known[: self.real]]
         limit = semantics("layer", self.reduction).rel_l2 or 0.0
         requests = rows_of_requests(self.step)
-        entries, wasted = settled(run, self._doubt, seen, requests, limit, self._patience)
+        entries, wasted = settle(run, self._doubt, seen, requests, limit, self._patience)
         self._patience -= wasted
         return entries
 
@@ -339,7 +339,7 @@ class Comparison:
 
     def _amplified(
         self, index: int, weights: Mapping[str, np.ndarray], inputs: State, expected: np.ndarray,
-        rows: np.ndarray, held: Sequence[Choosing], tries: int,
+        rows: np.ndarray, held: Sequence[RoundingChoice], tries: int,
     ) -> Amplified:  # fmt: skip
         """What a layer makes of errors of its ops' inputs. `held` went into its products."""
 

@@ -49,7 +49,7 @@ def margin(x: np.ndarray, share: float) -> np.ndarray:
     return off
 
 
-class Choosing(Protocol):
+class RoundingChoice(Protocol):
     """Stands for ops of a reference where rounding has a choice. `layer` is the one that runs."""
 
     layer: int
@@ -69,7 +69,7 @@ class _Ties(ABC):
         self._share = share
 
     def wrap(self, op: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """See `Choosing`."""
+        """See `RoundingChoice`."""
 
         def write(kv: np.ndarray, k: np.ndarray, v: np.ndarray, *rest: Any) -> np.ndarray:
             out: np.ndarray = function(kv, k, v, *rest)
@@ -137,7 +137,7 @@ class ApartEntries:
         self._dtype, self._scales = dtype, scales
 
     def wrap(self, op: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """See `Choosing`."""
+        """See `RoundingChoice`."""
 
         def write(
             kv: np.ndarray, k: np.ndarray, v: np.ndarray, slots: np.ndarray, *scales: Any

@@ -4,7 +4,7 @@ An activation that lies beside the middle of two entries may be rounded to eithe
 rounding alone. It is then off by a step, and so are the row that it is in and all later rows of its
 request: much more than any gate of float32 allows. So a reference is told which of the two to take,
 and only there. Nobody sees which entries the programs of a side took; what its layer gave says it
-(`settled`).
+(`settle`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Inputs(ABC):
         self._share = share
 
     def wrap(self, op: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """See `Choosing`."""
+        """See `RoundingChoice`."""
         signature = REGISTRY[op].signature
 
         def quantise(*args: Any, **named: Any) -> Any:
@@ -158,7 +158,7 @@ Seen = tuple[float, ...]
 """
 
 
-def settled(
+def settle(
     run: Callable[[TriedInputs], Sequence[np.ndarray]], share: float, got: Sequence[np.ndarray],
     requests: Sequence[range], limit: float, patience: int,
 ) -> tuple[list[np.ndarray], int]:  # fmt: skip

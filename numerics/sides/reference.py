@@ -23,7 +23,7 @@ from ...shared.models import decoder
 from ...shared.models.config import ModelConfig
 from ...shared.models.spec import source_of
 from ...shared.step import StepInput
-from .narrow_cache import Choosing, is_narrow
+from .narrow_cache import RoundingChoice, is_narrow
 from .passes import Stepwise
 from .subject import HostWeights, Subject
 from .taps import Call, Tracer
@@ -58,7 +58,8 @@ class Reference:
 
     def __init__(
         self, model: ModelConfig, tables: tuple[np.ndarray, np.ndarray], *, exact: bool,
-        groups: Sequence[int] = (), tracer: Tracer | None = None, choices: Sequence[Choosing] = (),
+        groups: Sequence[int] = (), tracer: Tracer | None = None,
+        choices: Sequence[RoundingChoice] = (),
     ) -> None:  # fmt: skip
         self.model = model
         self._groups = groups or [0] * model.num_layers
@@ -99,8 +100,8 @@ class Reference:
         """
         hidden, residual = (self.widen(x) for x in state[:2])
         kv = state[2] if is_narrow(state[2]) else self.widen(state[2])
-        for choosing in self._choices:
-            choosing.layer = index
+        for choice in self._choices:
+            choice.layer = index
         batch = self._batch.of_group(self._groups[index], self._num_groups).of_layer(index)
         self._tracer.start(weights, batch.arrays())
         with np.errstate(all="ignore"):
@@ -178,7 +179,7 @@ class Reference:
 
 def reference_of(
     subject: Subject, *, exact: bool, tracer: Tracer | None = None,
-    tables: tuple[np.ndarray, np.ndarray] | None = None, choices: Sequence[Choosing] = (),
+    tables: tuple[np.ndarray, np.ndarray] | None = None, choices: Sequence[RoundingChoice] = (),
 ) -> Reference:  # fmt: skip
     """The reference of a subject, for its steps; `tables` stand for its rotary tables, `choices`
     for ops where rounding has a choice.
@@ -190,14 +191,14 @@ def reference_of(
     )
 
 
-def bound(exact: bool, tracer: Tracer | None = None, choices: Sequence[Choosing] = ()) -> Any:
+def bound(exact: bool, tracer: Tracer | None = None, choices: Sequence[RoundingChoice] = ()) -> Any:
     """The numpy ops, exact or faithful."""
 
     def wrap(op: Op, function: Any) -> Any:
         if op.name == "paged_attention" and not exact:
             function = faithful_attention
-        for choosing in choices:
-            function = choosing.wrap(op.name, function)
+        for choice in choices:
+            function = choice.wrap(op.name, function)
         return tracer.wrap(op, function) if tracer is not None else function
 
     return _plan().bind(wrap)
@@ -216,7 +217,7 @@ def _ops(exact: bool) -> SimpleNamespace:
 
 def evaluate(
     op: str, arguments: Mapping[str, Any], *, exact: bool, tracer: Tracer | None = None,
-    choices: Sequence[Choosing] = (),
+    choices: Sequence[RoundingChoice] = (),
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
     """One op: exactly, on float64 copies of its floating arguments, or faithfully, in the dtypes
     that they have. `tracer` sees its calls, `choices` stand for ops where rounding has a choice.

@@ -19,7 +19,7 @@ from twinfer.numerics.sides.narrow_inputs import (
     OtherInputs,
     TriedInputs,
     off_by,
-    settled,
+    settle,
 )
 from twinfer.numerics.sides.reference import bound
 from twinfer.numerics.sides.steps import default_prompts, make_steps
@@ -306,7 +306,7 @@ def test_a_side_is_judged_by_the_entries_that_it_took():
     side = TriedInputs(share, took)
     got = run(side)
     requests = [range(3), range(3, 4)]
-    entries, wasted = settled(run, share, got, requests, 1e-9, 100)
+    entries, wasted = settle(run, share, got, requests, 1e-9, 100)
     assert wasted == 0
     for own, right in zip(entries, side.entries, strict=True):
         assert np.array_equal(own, right)
@@ -319,7 +319,7 @@ def test_what_no_tie_explains_stays_off():
     right(state)
     took = [tie for tie in state.ties if tie[:3] == (0, 0, 1)]
     got = wrong(TriedInputs(share, took))
-    entries, wasted = settled(right, share, got, [range(3), range(3, 4)], 1e-9, 100)
+    entries, wasted = settle(right, share, got, [range(3), range(3, 4)], 1e-9, 100)
     assert 0 < wasted <= 32
     off = off_by(got[0], right(HeldInputs(entries))[0])
     assert off[0] == off[3] == 0.0
