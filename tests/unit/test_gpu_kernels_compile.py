@@ -95,8 +95,8 @@ def arguments_of(op, arguments):
     [
         ((8, 2), 128, 64, {}),
         ((7, 1), 64, 16, {"chunk": 64}),
-        ((4, 2), 256, 128, {"window": 64, "soft_cap": 20.0}),
-        ((8, 1), 80, 16, {"window": 64}),
+        pytest.param((4, 2), 256, 128, {"window": 64, "soft_cap": 20.0}, marks=pytest.mark.slow),
+        pytest.param((8, 1), 80, 16, {"window": 64}, marks=pytest.mark.slow),
     ],
 )
 def test_attention_compiles(compiled, monkeypatch, heads, size, page, reach):
@@ -131,7 +131,11 @@ def test_decode_that_asks_for_first_blocks_ahead_compiles(compiled, monkeypatch)
 @pytest.mark.parametrize(
     ("size", "setting"),
     [
-        (int(name.split("/")[2]), setting)
+        pytest.param(
+            int(name.split("/")[2]),
+            setting,
+            marks=() if name.endswith("/64") else pytest.mark.slow,
+        )
         for name, setting in CONFIGS["chips"]["NVIDIA H200"].items()
         if name.startswith("held_decode/bfloat16/")
     ],
@@ -255,7 +259,10 @@ def test_sampling_with_penalties_compiles(compiled):
         ("bfloat16", 2, ["few_gated_kernel", "few_down_kernel"]),
         ("bfloat16", 20, ["sort_kernel", *["product_kernel"] * 2, "combine_kernel"]),
         ("bfloat16", 300, ["sort_kernel", *["product_kernel"] * 2, "combine_kernel"]),
-        ("bfloat16", 900, ["sort_kernel", *["product_kernel"] * 2, "combine_kernel"]),
+        pytest.param(
+            *("bfloat16", 900, ["sort_kernel", *["product_kernel"] * 2, "combine_kernel"]),
+            marks=pytest.mark.slow,
+        ),
         ("float32", 20, ["sort_kernel", *["product_kernel"] * 2, "combine_kernel"]),
     ],
 )
@@ -352,7 +359,7 @@ def test_products_that_quantise_tokens_compile(compiled, rows, k):
     assert compiled == (["quantizing_gemv_kernel"] if rows == 1 and k == 4096 else two)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 16, 300])
+@pytest.mark.parametrize("rows", [1, 2, pytest.param(16, marks=pytest.mark.slow), 300])
 def test_mlp_of_fp8_compiles(compiled, rows):
     from twinfer.gpu.kernels import narrow_mlp
 
@@ -388,7 +395,9 @@ def test_mlp_of_narrow_weights_compiles(compiled, rows, kind, zeros):
         assert compiled == [product, "act_and_mul_kernel", product]
 
 
-@pytest.mark.parametrize("tokens", [2, 20, 50, 100, 300, 1200])
+@pytest.mark.parametrize(
+    "tokens", [2, 20, 50, 100, 300, pytest.param(1200, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("kind", "group", "act"),
     [
