@@ -78,7 +78,7 @@ class _Ingredients:
         if isinstance(item, dict):
             return self._all("dict", [part for pair in item.items() for part in pair])
         if isinstance(item, set | frozenset):
-            return self._all("set", sorted(item, key=repr))
+            return f"set({', '.join(sorted(map(self.words, item)))})"
         if isinstance(item, list | tuple):
             return self._all(type(item).__name__, item)
         if isinstance(item, partial):

@@ -261,6 +261,7 @@ BOUND = {
     "a dtype": (enclosing, torch.float32, torch.bfloat16),
     "a name": (enclosing, Kind.WIDE, Kind.NARROW),
     "a set": (enclosing, {"a", "b"}, {"a", "c"}),
+    "functions in a set": (enclosing, {doubled, negated, enclosing}, {doubled, negated}),
     "an operator of torch": (enclosing, torch.ops.aten.relu.default, torch.ops.aten.neg.default),
     "a builtin": (enclosing, torch.relu, torch.sigmoid),
     "a function of JAX": (enclosing, jnp.exp, jnp.log),
@@ -298,13 +299,6 @@ EVERYWHERE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from twinfer.ops.source_hash import source_hash
-from twinfer.shared.config import DeviceInfo, EngineConfig
-from twinfer.shared.config import resolve as resolve_config
-from twinfer.shared.models import stages
-from twinfer.shared.models.config_json import parse_config
-from twinfer.shared.models.shapes import SHAPES
-from twinfer.shared.models.spec import Attention, Experts, Mlp
-from twinfer.shared.worker import backend_module
 from tests.unit import test_source_hash as test
 print([source_hash(make(one), "torch") for make, one, _ in test.BOUND.values()])
 """
@@ -327,13 +321,6 @@ def test_what_is_bound_is_the_same_in_every_process():
 
 WITHOUT_FILE = """
 from twinfer.ops.source_hash import source_hash
-from twinfer.shared.config import DeviceInfo, EngineConfig
-from twinfer.shared.config import resolve as resolve_config
-from twinfer.shared.models import stages
-from twinfer.shared.models.config_json import parse_config
-from twinfer.shared.models.shapes import SHAPES
-from twinfer.shared.models.spec import Attention, Experts, Mlp
-from twinfer.shared.worker import backend_module
 
 def scale(x):
     return x * {factor}
