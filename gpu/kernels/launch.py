@@ -131,7 +131,7 @@ def overlap(early: bool = False) -> dict[str, int | bool]:
 
 CARVEOUT = 9
 """CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT"""
-_carved: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_carveouts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Percent of shared memory by compiled kernel, where it is not the driver's choice."""
 
 
@@ -144,13 +144,13 @@ def carve_out(launched: Any, setting: Mapping[str, int]) -> None:
     for the next kernel waits until it is idle, so that these two launches do not overlap.
     """
     percent = setting.get("carveout", -1)
-    if launched is None or _carved.get(launched, -1) == percent:  # None: noted, or interpreted
+    if launched is None or _carveouts.get(launched, -1) == percent:  # None: noted, or interpreted
         return
     given = ctypes.c_void_p(launched.function), CARVEOUT, percent
     status = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(*given)
     if status:
         raise InternalError(f"cuFuncSetAttribute failed with CUDA driver error {status}")
-    _carved[launched] = percent
+    _carveouts[launched] = percent
 
 
 HELD_DTYPES = ("bfloat16", "float16")

@@ -284,8 +284,12 @@ class Comparison:
 
     def _is_off(self, output: np.ndarray, expected: np.ndarray) -> bool:
         """Whether any row is further off than sums in another order explain."""
-        limit = semantics("layer", self.reduction).rel_l2 or 0.0
-        return bool((off_by(output, expected) > limit).any())
+        return bool((off_by(output, expected) > self._layer_limit).any())
+
+    @property
+    def _layer_limit(self) -> float:
+        """How far a row of a layer may be off by sums in another order."""
+        return semantics("layer", self.reduction).rel_l2 or 0.0
 
     def _writing(self) -> list[RoundingChoice]:
         """How local references write a cache."""
@@ -323,9 +327,9 @@ class Comparison:
         known = np.full_like(output, np.nan)
         known[rows] = output[rows]
         seen = [written(judged.ran.after[self.sources[index]]), known[: self.real]]
-        limit = semantics("layer", self.reduction).rel_l2 or 0.0
         requests = rows_of_requests(self.step)
-        entries, wasted = settle(run, self._doubt, seen, requests, limit, self._patience)
+        given = run, self._doubt, seen, requests, self._layer_limit, self._patience
+        entries, wasted = settle(*given)
         self._patience -= wasted
         return entries
 

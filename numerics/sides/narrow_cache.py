@@ -44,9 +44,17 @@ def doubt(reduction: int, deviations: float) -> float:
 
 def margin(x: np.ndarray, share: float) -> np.ndarray:
     """How far each of the numbers x [... n] may be off that are `share` of their row off."""
-    row = np.sqrt(np.mean(x**2, -1, keepdims=True))
-    off: np.ndarray = share * np.maximum(row, np.abs(x))
+    wide = x.astype(np.float64)
+    row = np.sqrt(np.mean(wide**2, -1, keepdims=True))
+    off: np.ndarray = share * np.maximum(row, np.abs(wide))
     return off
+
+
+def growth(layer: int) -> float:
+    """How many times its own error a run from the start is off in a layer: what layers are off adds
+    up from one to the next.
+    """
+    return (2.0 * (1 + layer)) ** 0.5
 
 
 class RoundingChoice(Protocol):
@@ -83,7 +91,7 @@ class _Ties(ABC):
         return write if op == "write_kv" else function
 
     def _off(self, x: np.ndarray) -> np.ndarray:
-        return margin(x.astype(np.float64), self._share)
+        return margin(x, self._share)
 
     @abstractmethod
     def _chosen(self, out: np.ndarray, below: np.ndarray, above: np.ndarray) -> np.ndarray:
@@ -92,11 +100,11 @@ class _Ties(ABC):
 
 class OtherNeighbours(_Ties):
     """Takes the other entry wherever there is a choice: its error is what all ties together do. For
-    a run from the start: what layers are off adds up from one to the next.
+    a run from the start.
     """
 
     def _off(self, x: np.ndarray) -> np.ndarray:
-        return super()._off(x) * (2.0 * (1 + self.layer)) ** 0.5
+        return super()._off(x) * growth(self.layer)
 
     def _chosen(self, out: np.ndarray, below: np.ndarray, above: np.ndarray) -> np.ndarray:
         own = _bits(out)

@@ -19,7 +19,7 @@ import numpy as np
 from ...ops import REGISTRY
 from ...ops.namespaces import namespace
 from ...ops.reference.quantization import quantize_fp8, quantize_fp8_dynamic, quantize_int8
-from .narrow_cache import margin
+from .narrow_cache import growth, margin
 
 FIXED: Mapping[str, Callable[..., Any]] = {
     "quantize_int8": quantize_int8,
@@ -70,7 +70,7 @@ class _Inputs(ABC):
         return self._chosen(values, *(other.astype(values.dtype) for other in others))
 
     def _off(self, x: np.ndarray) -> np.ndarray:
-        return margin(x.astype(np.float64), self._share)
+        return margin(x, self._share)
 
     @abstractmethod
     def _chosen(self, values: np.ndarray, below: np.ndarray, above: np.ndarray) -> np.ndarray:
@@ -83,7 +83,7 @@ class OtherInputs(_Inputs):
     """Takes the other entry wherever there is a choice, as `narrow_cache.OtherNeighbours` does."""
 
     def _off(self, x: np.ndarray) -> np.ndarray:
-        return super()._off(x) * (2.0 * (1 + self.layer)) ** 0.5
+        return super()._off(x) * growth(self.layer)
 
     def _chosen(self, values: np.ndarray, below: np.ndarray, above: np.ndarray) -> np.ndarray:
         lower = np.where(_differ(below, values), below, values)
