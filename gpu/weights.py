@@ -4,8 +4,9 @@ shard has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -13,7 +14,6 @@ import numpy as np
 import torch
 
 from ..ops.namespaces import namespace
-from ..ops.namespaces.torch_ import from_numpy
 from ..shared.checkpoint import Checkpoint
 from ..shared.models.calls import DTYPES
 from ..shared.models.config import ModelConfig
@@ -22,16 +22,22 @@ from ..shared.models.spec import Shard
 from ..shared.models.table import Parameter, ParameterTable, piece_name
 from ..shared.narrow_checkpoint import open_checkpoint
 from ..shared.progress import Progress
-from ..shared.shard_reading import read_shard
+from ..shared.reading_ahead import Begun, finish_ahead
+from ..shared.shard_reading import shard_entries
 from ..shared.weights import (
     check_checkpoint,
     dummy_parameter,
     is_made,
     pieces,
-    read_parameter,
+    read_parts,
 )
 from .module import Decoder
+from .uploads import Entries, Uploads
 
+AHEAD = 1 << 30
+"""Bytes of weights that may be read while others are quantised: the device has them beside what
+becomes of them.
+"""
 DUMMY_ENTRIES = 1 << 24
 """How many dummy weights are made at a time. Each takes several words while it is made, and a
 device may be nearly full of weights.
@@ -68,78 +74,125 @@ def load_weights(
         checkpoint = open_checkpoint(folder, model, _numpy_dtype(module.dtype))
         check_checkpoint(checkpoint, table)
     source = Source(model, table, checkpoint, seed, module.config.shard)
-    todo = list(table.placed())
-    with torch.no_grad():
-        for done, (parameter, layer) in enumerate(todo):
-            owner = module.layers[layer] if parameter.layered else module
-            if is_made(checkpoint, parameter):
-                _make(owner, parameter, source, layer, module.dtype)
-            else:
-                _fill(getattr(owner, parameter.name), parameter, source, layer)
+    # The largest first: at the end no thread is left alone with one of them.
+    todo = sorted(table.placed(), key=lambda each: -prod(each[0].shape))
+    with torch.no_grad(), Uploads(next(module.parameters()).device) as uploads:
+        begun = (_begin(uploads, module, source, *each) for each in todo)
+        for done, _ in enumerate(finish_ahead(begun, AHEAD)):
             progress("weights", done + 1, len(todo))
     module.freeze()
 
 
-def _fill(target: torch.Tensor, parameter: Parameter, source: Source, layer: int) -> None:
-    """Put a parameter of one layer where it belongs."""
-    if source.shard is not None:
-        _fill_shard(target, parameter, source, layer, source.shard)
-    elif source.checkpoint is None:
-        for rows in _blocks(target):
-            made = _dummy(parameter, rows, max(layer, 0), source.seed, target.device)
-            target[rows].copy_(made)
-    else:
-        read = read_parameter(source.checkpoint, parameter, layer, _numpy_dtype(target.dtype))
-        target.copy_(from_numpy(read))
+def _begin(
+    uploads: Uploads, module: Decoder, source: Source, parameter: Parameter, layer: int
+) -> Begun:
+    """Begin to put a parameter of one layer where it belongs."""
+    owner = module.layers[layer] if parameter.layered else module
+    if is_made(source.checkpoint, parameter):
+        return _begin_made(uploads, owner, parameter, source, layer, module.dtype)
+    target = getattr(owner, parameter.name)
+    return Begun(0, _fill(uploads, target, parameter, source, layer, source.shard))
 
 
-def _fill_shard(
-    target: torch.Tensor, parameter: Parameter, source: Source, layer: int, shard: Shard
-) -> None:
-    """Put a shard's part of a parameter where it belongs; the host never holds more of it."""
-    if shard.index and _is_added_once(parameter, source, layer, shard):
+def _fill(
+    uploads: Uploads,
+    target: torch.Tensor,
+    parameter: Parameter,
+    source: Source,
+    layer: int,
+    shard: Shard | None,
+) -> Callable[[], object]:
+    """Begin to fill a parameter, or what a shard has of it; returns what waits for the end.
+    Seeded numbers are made at once.
+    """
+    if shard is not None and _is_left_to_the_first(parameter, source, layer, shard):
         target.zero_()
+    elif source.checkpoint is None:
+        _fill_dummy(target, parameter, source, layer, shard)
+    else:
+        of = source.checkpoint, parameter, source, layer, shard, _numpy_dtype(target.dtype)
+        return uploads.start(target, partial(_entries, *of)).result
+    return lambda: None
+
+
+def _entries(
+    checkpoint: Checkpoint,
+    parameter: Parameter,
+    source: Source,
+    layer: int,
+    shard: Shard | None,
+    dtype: np.dtype[Any],
+) -> Entries:
+    """The entries of a parameter, or of a shard of it, as they lie in the checkpoint."""
+    if shard is None:
+        first = 0
+        for values in read_parts(checkpoint, parameter, layer, dtype):
+            yield (slice(first, first + len(values)),), values
+            first += len(values)
         return
+    placement, entries = _of_shard(parameter, source, shard)
+    yield from shard_entries(checkpoint, parameter, placement, layer, entries, dtype)
+
+
+def _of_shard(
+    parameter: Parameter, source: Source, shard: Shard
+) -> tuple[Placement, tuple[slice, ...]]:
+    """How a parameter lies on the shards, and which entries one has."""
     placement = place(parameter, source.model, shard.count, pads_words=True)
     entries = [slice(0, size) for size in placement.shape]
     if placement.axis is not None:
         entries[placement.axis] = _share(placement.shape[placement.axis], shard)
-    if source.checkpoint is None:
-        of_shard = None
-        if placement.source is not None and placement.axis is not None:
-            of_shard = placement.source[entries[placement.axis]]
-        numbers = max(layer, 0), source.seed
+    return placement, tuple(entries)
+
+
+def _fill_dummy(
+    target: torch.Tensor, parameter: Parameter, source: Source, layer: int, shard: Shard | None
+) -> None:
+    """Put seeded numbers into a parameter, or those of a shard."""
+    numbers = max(layer, 0), source.seed
+    if shard is None:
         for rows in _blocks(target):
-            made = _dummy_shard(parameter, placement, of_shard, *numbers, target[rows], rows)
-            target[rows].copy_(made)
+            target[rows].copy_(_dummy(parameter, rows, *numbers, target.device))
         return
-    held = np.empty(tuple(target.shape), _numpy_dtype(target.dtype))
-    read_shard(source.checkpoint, parameter, placement, layer, tuple(entries), held)
-    target.copy_(from_numpy(held))
+    placement, entries = _of_shard(parameter, source, shard)
+    of_shard = None
+    if placement.source is not None and placement.axis is not None:
+        of_shard = placement.source[entries[placement.axis]]
+    for rows in _blocks(target):
+        made = _dummy_shard(parameter, placement, of_shard, *numbers, target[rows], rows)
+        target[rows].copy_(made)
 
 
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     return DTYPES[str(dtype).removeprefix("torch.")]
 
 
-def _is_added_once(parameter: Parameter, source: Source, layer: int, shard: Shard) -> bool:
-    """Whether it is the bias of a product whose inputs are dealt out: the first shard's part of the
-    sum has it.
+def _is_left_to_the_first(parameter: Parameter, source: Source, layer: int, shard: Shard) -> bool:
+    """Whether it is the bias of a product whose inputs are dealt out, of another shard than the
+    first: that one's part of the sum has it.
     """
-    if not parameter.name.endswith("_bias"):
+    if not shard.index or not parameter.name.endswith("_bias"):
         return False
     names = source.table.top if layer < 0 else source.table.layer(layer)
     weight = names.get(parameter.name.removesuffix("_bias"))
     return weight is not None and place(weight, source.model, shard.count).axis == 1
 
 
-def _make(
-    owner: torch.nn.Module, parameter: Parameter, source: Source, layer: int, dtype: torch.dtype
-) -> None:
-    """Quantise a weight on its device. All its pieces are filled with its values."""
-    if parameter.piece_of is None or parameter.piece_of.piece != "values":
-        return
-    plain, narrow = parameter.piece_of.wide, parameter.piece_of.narrow
+def _begin_made(
+    uploads: Uploads,
+    owner: torch.nn.Module,
+    parameter: Parameter,
+    source: Source,
+    layer: int,
+    dtype: torch.dtype,
+) -> Begun:
+    """Begin to read a weight that is quantised on its device. All its pieces are filled with its
+    values.
+    """
+    of = parameter.piece_of
+    if of is None or of.piece != "values":
+        return Begun(0, lambda: None)
+    plain = of.wide
     device = getattr(owner, parameter.name).device
     shape, shard = list(plain.shape), source.shard
     # A scale may be of a whole row, of which a shard has some columns.
@@ -147,20 +200,30 @@ def _make(
     if shard is not None:
         placement = place(plain, source.model, shard.count)
         shape = list(placement.shape)
-        if placement.axis == 1 and not narrow.group:
+        if placement.axis == 1 and not of.narrow.group:
             every = [Shard(index, shard.count) for index in range(shard.count)]
         elif placement.axis is not None:
             shape[placement.axis] //= shard.count
+
     wide = torch.empty(shape, dtype=dtype, device=device)
-    for each in every:
-        _fill_shard(wide[:, _share(shape[1], each)], plain, source, layer, each)
-    if not every:
-        _fill(wide, plain, source, layer)
-    for piece, values in pieces(namespace("torch"), wide, narrow).items():
-        target = getattr(owner, piece_name(parameter.name, piece))
-        if shard is not None and values.shape != target.shape:
-            values = values[:, _share(values.shape[1], shard)]
-        target.copy_(values)
+    if every:
+        waits = [
+            _fill(uploads, wide[:, _share(shape[1], each)], plain, source, layer, each)
+            for each in every
+        ]
+    else:
+        waits = [_fill(uploads, wide, plain, source, layer, shard)]
+
+    def finish() -> None:
+        for wait in waits:
+            wait()
+        for piece, values in pieces(namespace("torch"), wide, of.narrow).items():
+            target = getattr(owner, piece_name(parameter.name, piece))
+            if shard is not None and values.shape != target.shape:
+                values = values[:, _share(values.shape[1], shard)]
+            target.copy_(values)
+
+    return Begun(wide.nbytes, finish)
 
 
 def _share(size: int, shard: Shard) -> slice:

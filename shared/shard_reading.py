@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from .checkpoint import Checkpoint
 from .models.placement import Placement, rows_of
 from .models.table import Parameter, keys
-from .weights import parts_in, read_entries, read_rows
+from .weights import parts_in, read_entries, read_parts
+
+Place = tuple[slice, ...]
+"""Where entries belong in a shard, along its first axes."""
+Run = tuple[int, int, np.ndarray]
+"""Entries `start` to `stop` of an axis of a shard, and what they are."""
 
 
 def read_shard(
@@ -22,52 +28,78 @@ def read_shard(
     index: tuple[slice, ...],
     out: np.ndarray,
 ) -> None:
-    """Fill `out` with one shard of one layer's parameter: `index` says which entries of the
-    placed shape it has. Raises what `read_parameter` raises, for the dtype of `out`.
+    """Fill `out` with one shard of one layer's parameter. See `shard_entries`."""
+    for place, values in shard_entries(checkpoint, parameter, placement, layer, index, out.dtype):
+        out[place] = values
+
+
+def shard_entries(
+    checkpoint: Checkpoint,
+    parameter: Parameter,
+    placement: Placement,
+    layer: int,
+    index: tuple[slice, ...],
+    dtype: np.dtype[Any],
+) -> Iterator[tuple[Place, np.ndarray]]:
+    """All entries of one shard of one layer's parameter, and where each belongs: `index` says which
+    entries of the placed shape it has. Raises what `read_parameter` raises, for `dtype`.
     """
-    if parameter.value is not None:
-        out[...] = parameter.value
-        return
     axis, source = placement.axis, placement.source
+    shape = [len(range(size)[part]) for size, part in zip(placement.shape, index, strict=True)]
+    if parameter.value is not None:
+        yield (), np.broadcast_to(np.float32(parameter.value), shape)
+        return
+    if axis is None or source is None:
+        first = 0
+        for values in read_parts(checkpoint, parameter, layer, dtype):
+            yield (slice(first, first + len(values)),), values
+            first += len(values)
+        return
+    entries = source[index[axis]]
     parts, offset = parts_in(checkpoint, parameter, layer), 0
     for part, key in zip(parts, keys(parts, layer), strict=True):
-        read = partial(read_entries, checkpoint, parameter, key, dtype=out.dtype)
-        if axis is None or source is None:
-            rows = read_rows(checkpoint, parameter, part, key, out.dtype)
-            out[offset : offset + part.rows] = rows
-        elif axis == 0:
+        read = partial(read_entries, checkpoint, parameter, key, dtype=dtype)
+        if axis == 0:
             # Parts are stacked along this dimension: those of the shard's entries that lie in this
             # part.
             # Parts in another order than their tensors have no long runs of rows.
             gather = _gather if part.order is None else _gather_mixed
-            gather(read, 0, rows_of(part, source[index[0]], offset), out)
+            for start, stop, values in gather(read, 0, rows_of(part, entries, offset)):
+                yield (slice(start, stop),), values
         else:
-            rows = out[offset : offset + part.rows]
-            _gather(partial(read, part=part), axis, source[index[axis]], rows)
+            rows = slice(offset, offset + part.rows)
+            for start, stop, values in _gather(partial(read, part=part), axis, entries):
+                yield (rows, *(slice(None),) * (axis - 1), slice(start, stop)), values
         offset += part.rows
-    if axis is not None and source is not None:
-        out[(slice(None),) * axis + (source[index[axis]] < 0,)] = parameter.padding
+    for start, stop in _runs(entries < 0):
+        if entries[start] < 0:
+            shape[axis] = stop - start
+            padding = np.broadcast_to(np.asarray(parameter.padding, dtype), shape)
+            yield (*(slice(None),) * axis, slice(start, stop)), padding
+
+
+def _runs(apart: np.ndarray, breaks: np.ndarray | None = None) -> Iterator[tuple[int, int]]:
+    """Where neighbours are alike, from each change to the next; `breaks` are more changes."""
+    changes = np.diff(apart) if breaks is None else np.diff(apart) | breaks
+    edges = [0, *(np.flatnonzero(changes) + 1).tolist(), len(apart)]
+    return ((start, stop) for start, stop in pairwise(edges) if start < stop)
 
 
 def _gather(
-    read: Callable[[int, int, int], np.ndarray], axis: int, entries: np.ndarray, out: np.ndarray
-) -> None:
-    """Put the entries of a tensor's axis to their places in `out`; those of -1 stay. `read(axis,
-    start, stop)`.
+    read: Callable[[int, int, int], np.ndarray], axis: int, entries: np.ndarray
+) -> Iterator[Run]:
+    """The `entries` of a tensor's axis, by runs of neighbours; those of -1 are left out.
+    `read(axis, start, stop)`.
     """
-    inside = entries >= 0
-    breaks = np.flatnonzero((np.diff(entries) != 1) | np.diff(inside)) + 1
-    edges = [0, *breaks.tolist(), len(entries)]
-    for start, stop in pairwise(edges):
-        if start < stop and inside[start]:
+    for start, stop in _runs(entries >= 0, np.diff(entries) != 1):
+        if entries[start] >= 0:
             first = int(entries[start])
-            here = (slice(None),) * axis + (slice(start, stop),)
-            out[here] = read(axis, first, first + stop - start)
+            yield start, stop, read(axis, first, first + stop - start)
 
 
 def _gather_mixed(
-    read: Callable[[int, int, int], np.ndarray], axis: int, entries: np.ndarray, out: np.ndarray
-) -> None:
+    read: Callable[[int, int, int], np.ndarray], axis: int, entries: np.ndarray
+) -> Iterator[Run]:
     """As `_gather`, by one read of all that lies between the first entry and the last one."""
     inside = entries >= 0
     if not inside.any():
@@ -75,4 +107,6 @@ def _gather_mixed(
     wanted = entries[inside]
     first = int(wanted.min())
     values = read(axis, first, int(wanted.max()) + 1)
-    out[(slice(None),) * axis + (inside,)] = values.take(wanted - first, axis)
+    for start, stop in _runs(inside):
+        if inside[start]:
+            yield start, stop, values.take(entries[start:stop] - first, axis)

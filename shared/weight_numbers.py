@@ -103,9 +103,12 @@ def _extremes(values: np.ndarray) -> np.ndarray:
     over integers, for which processors have instructions.
     """
     size = values.dtype.itemsize
-    signed, unsigned = (values.reshape(-1).view(f"{sort}{size}") for sort in "iu")
-    starts = range(0, len(signed), BLOCK)
-    tops = [(signed[i : i + BLOCK].max(), unsigned[i : i + BLOCK].max()) for i in starts]
+    # Columns of a tensor are no neighbours: they are gone through by rows, not moved together.
+    flat = values.reshape(-1) if values.flags.c_contiguous or values.ndim == 1 else values
+    step = max(1, BLOCK * len(flat) // flat.size)
+    signed, unsigned = (flat.view(f"{sort}{size}") for sort in "iu")
+    starts = range(0, len(flat), step)
+    tops = [(signed[i : i + step].max(), unsigned[i : i + step].max()) for i in starts]
     positive, negative = (max(top) for top in zip(*tops, strict=True))
     bits = np.array([int(positive) % (1 << 8 * size), int(negative)], f"u{size}")
     return bits.view(values.dtype)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -118,17 +118,25 @@ def read_parameter(
 
     Raises CheckpointError for what is no number, ConfigError for what `dtype` does not hold.
     """
-    if parameter.value is not None:
-        return np.full(parameter.shape, parameter.value, np.float32)
-    parts = parts_in(checkpoint, parameter, layer)
-    arrays = [
-        read_rows(checkpoint, parameter, part, key, dtype)
-        for part, key in zip(parts, keys(parts, layer), strict=True)
-    ]
+    arrays = list(read_parts(checkpoint, parameter, layer, dtype))
     if len({array.dtype for array in arrays}) > 1:
         # numpy knows no common dtype of bfloat16 and float16; float32 has all numbers of both.
         arrays = [array.astype(np.float32) for array in arrays]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=0)
+
+
+def read_parts(
+    checkpoint: Checkpoint, parameter: Parameter, layer: int, dtype: np.dtype[Any] | None = None
+) -> Iterator[np.ndarray]:
+    """The parts of a parameter of one layer, which lie one behind the other along its first axis:
+    each in the checkpoint's dtype, or in float32. See `read_parameter` for `dtype` and errors.
+    """
+    if parameter.value is not None:
+        yield np.full(parameter.shape, parameter.value, np.float32)
+        return
+    parts = parts_in(checkpoint, parameter, layer)
+    for part, key in zip(parts, keys(parts, layer), strict=True):
+        yield read_rows(checkpoint, parameter, part, key, dtype)
 
 
 def read_rows(
