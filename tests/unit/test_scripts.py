@@ -30,6 +30,7 @@ WRONG = {
     "bench_forms.py": (["--json", "/nowhere/x"], "argument --json: cannot write /nowhere/x"),
     "bench_front.py": (["--dtype", "foo"], "argument --dtype: invalid choice: 'foo'"),
     "bench_host.py": (["--against", "a=/nowhere"], "/nowhere is no checkout"),
+    "bench_load.py": (["--folder", "/nowhere"], "--folder: /nowhere has no weights, and no --shape"),
     "bench_ops.py": (["--ops", "nosuch"], "--ops: got nosuch, allowed are add, "),
     "bench_ranks.py": (["--ranks", "x"], "argument --ranks: 'x' is not a number"),
     "bench_scheduler.py": (["--requests", "0"], "argument --requests: got 0, allowed is 1 to "),
