@@ -24,7 +24,11 @@ PIECES = ("values", "scale", "zero", "input_scale")
 INTEGERS = ("I32",)
 AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 """The nibble of a word that holds each of its eight neighbours."""
+EVEN_NIBBLES = np.uint32(0x0F0F0F0F)
 GPTQ_WRAPPED = 15
+NO_NUMBER = 255
+MXFP4_SCALES = np.ldexp(np.ones(NO_NUMBER, np.float32), np.arange(NO_NUMBER) - 127)
+"""The power of two that each byte stands for."""
 
 
 def open_checkpoint(
@@ -377,9 +381,18 @@ class Awq(Form):
 
     def values(self, module: str, start: int, stop: int) -> np.ndarray:
         """See `Form`."""
-        every = self._rows(f"{module}.qweight", start, stop)
-        found: np.ndarray = every[:, 0::2] | (every[:, 1::2] << 4)
-        return found
+        words = self.rows(f"{module}.qweight", start // 8, -(-stop // 8), 1)
+        # Eight nibbles at a time: four of one word of k beside those of the next, as bytes.
+        lying = np.ascontiguousarray(words.T).view(np.uint32)
+        even, odd = lying[:, 0::2], lying[:, 1::2]
+        low = (even & EVEN_NIBBLES) | (odd & EVEN_NIBBLES) << 4
+        high = (even & ~EVEN_NIBBLES) >> 4 | (odd & ~EVEN_NIBBLES)
+        found = np.empty((len(low), 8, low.shape[1]), np.uint8)
+        for row, nibble in enumerate(AWQ_PLACES):
+            pairs = (high if nibble % 2 else low).view(np.uint8).reshape(*low.shape, 4)
+            found[:, row] = pairs[:, :, nibble // 2]
+        first = start - 8 * (start // 8)
+        return found.reshape(-1, low.shape[1])[first:][: stop - start]
 
     def scale(self, module: str, start: int, stop: int) -> np.ndarray:
         """See `Form`."""
@@ -462,9 +475,11 @@ class Mxfp4(Form):
     def scale(self, module: str, start: int, stop: int) -> np.ndarray:
         """See `Form`."""
         exponents = self.rows(self.tensor(module, "scales") + STACKED, start, stop)
-        if (exponents == 255).any():
-            self.fail(self.tensor(module, "scales"), "holds 255, which stands for no number")
-        return np.ldexp(np.float32(1.0), exponents.astype(np.int32) - 127)
+        if (exponents == NO_NUMBER).any():
+            holds = f"holds {NO_NUMBER}, which stands for no number"
+            self.fail(self.tensor(module, "scales"), holds)
+        found: np.ndarray = MXFP4_SCALES[exponents]
+        return found
 
 
 FORMS: Mapping[str, type[Form]] = {
