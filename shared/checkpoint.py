@@ -278,7 +278,7 @@ class Checkpoint:
             stop = min(start + ROWS, copy[0])
             rows = [self.read_slice(one, 0, start, stop) for one in both]
             one, other = (x.astype(np.float32) if wide else x for x in rows)
-            equal = equal and one.tobytes() == other.tobytes()
+            equal = equal and np.array_equal(bits_of(one), bits_of(other))
         if not equal:
             self._fail(
                 f"{self.where(name)} differs from {original}, though config.json ties them: set "
@@ -387,18 +387,23 @@ class Checkpoint:
         raise CheckpointError(message)
 
 
+def bits_of(values: np.ndarray) -> np.ndarray:
+    """The same memory as unsigned integers, which numpy moves and compares many at a time."""
+    return values.view(f"u{values.dtype.itemsize}")
+
+
 def taken(values: np.ndarray, places: np.ndarray, axis: int = 0) -> np.ndarray:
     """`values.take(places, axis)`. numpy takes entries of bfloat16 and float8 one by one, but for
     their bits.
     """
-    return values.view(f"u{values.dtype.itemsize}").take(places, axis).view(values.dtype)
+    return bits_of(values).take(places, axis).view(values.dtype)
 
 
 def _transposed(values: np.ndarray) -> np.ndarray:
     """[a b c] as [a c b], in new memory, by as many columns at a time as share what is read of the
     memory.
     """
-    bits = values.view(f"u{values.dtype.itemsize}")
+    bits = bits_of(values)
     found = np.empty(bits.swapaxes(1, 2).shape, bits.dtype)
     for start in range(0, bits.shape[1], COLUMNS):
         stop = start + COLUMNS

@@ -13,7 +13,8 @@ from twinfer.serving.server.answers import fingerprint_of
 from twinfer.serving.server.app import Settings, build_app
 from twinfer.serving.server.doors import Load
 from twinfer.serving.server.metrics import Metrics
-from twinfer.shared.models.digest import folder_digest
+from twinfer.shared.models import digest as digest_module
+from twinfer.shared.models.digest import MOST_PIECES, _places, folder_digest
 from twinfer.shared.sampling_params import SamplingParams
 
 
@@ -119,6 +120,33 @@ def test_a_models_digest_follows_its_weights(tmp_path):
     found = [digest(), digest(a=ones), digest(b=ones), digest(c=ones), digest(a=ones.view("i4"))]
     assert len(set(found)) == 5
     assert found[0] == digest()
+
+
+def test_a_models_digest_looks_into_a_few_of_many_tensors(tmp_path, monkeypatch):
+    """All over the file, so that a fine-tuning of all layers is another model."""
+    tensors = {f"{i:04}": np.zeros((4, 4), np.float32) for i in range(1000)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    before, places = folder_digest(tmp_path), []
+
+    def noted(header, size):
+        found = _places(header, size)
+        places.extend(found)
+        return [Counted(place) for place in found]
+
+    class Counted(tuple):
+        reads = 0
+
+        def __iter__(self):
+            Counted.reads += 1
+            return super().__iter__()
+
+    monkeypatch.setattr(digest_module, "_places", noted)
+    assert folder_digest(tmp_path) == before
+    assert len(places) == 1000
+    assert 32 < Counted.reads <= MOST_PIECES
+    every = {name: np.ones((4, 4), np.float32) for name in tensors}
+    save_file(every, tmp_path / "model.safetensors")
+    assert folder_digest(tmp_path) != before
 
 
 @pytest.mark.parametrize(
