@@ -780,11 +780,12 @@ class _Fault:
         return keys[:, own], values[:, own]
 
     def _scores(self, q: Any, keys: Any, scale: float, soft_cap: float) -> tuple[Any, Any]:
-        """Scores, and what is added up in them."""
+        """Scores, and for magnitudes what is added up in them: [heads queries slots]."""
         if self.fault == "last 8 of hdim skipped":
             q = np.where(np.arange(q.shape[-1]) < q.shape[-1] - 8, q, 0.0)
-        scores = np.einsum("thd,shd->hts", q, keys) * scale
-        size = np.einsum("thd,shd->hts", np.abs(q), np.abs(keys)) * scale
+        q, keys = q.swapaxes(0, 1), keys.transpose(1, 2, 0)
+        scores = q @ keys * scale
+        size = np.abs(q) @ np.abs(keys) * scale if self.sizes else None
         if self.fault == "scores rounded to bfloat16":
             scores = to_bfloat16(scores)
         if soft_cap > 0 and self.fault != "soft cap ignored":
@@ -836,6 +837,9 @@ class _Fault:
                 sink = sink * 0.99
             total = total + np.exp(sink - top)
         weights = weights / total
+        values, lost = values.swapaxes(0, 1), np.isnan(values)
+        if lost.any():
+            values = np.where(lost.swapaxes(0, 1), 0.0, values)
         if self.sizes:
             # An error e of a score moves its weight by the factor e, and those of all others by
             # their share in it.
@@ -843,15 +847,11 @@ class _Fault:
                 math.sqrt(size.shape[-1]) / 4.0 if self.sizes == "sums" else 0.0
             )
             spread = spread + 1.0 + (weights * spread).sum(-1, keepdims=True)
-            return np.einsum(
-                "hts,shd->thd",
-                np.minimum(weights, self.least) * spread,
-                np.abs(np.where(np.isnan(values), 0.0, values)),
-            )
-        mean = np.einsum("hts,shd->thd", weights, np.where(np.isnan(values), 0.0, values))
-        return np.where(
-            np.einsum("ts,shd->thd", 1.0 * visible, 1.0 * np.isnan(values)) > 0, np.nan, mean
-        )
+            return (np.minimum(weights, self.least) * spread @ np.abs(values)).swapaxes(0, 1)
+        mean = (weights @ values).swapaxes(0, 1)
+        if lost.any():
+            mean = np.where(np.einsum("ts,shd->thd", 1.0 * visible, 1.0 * lost) > 0, np.nan, mean)
+        return mean
 
 
 def _sizes(a: Arguments, which: str) -> Any:
