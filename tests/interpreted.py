@@ -1,4 +1,4 @@
-"""Programs of interpreted kernels, compiled quickly.
+"""Programs of interpreted kernels, and of ops of JAX on a CPU, compiled quickly.
 
 Interpreted, a kernel is a program of XLA for CPUs that is there to prove its source: what runs on a
 TPU or GPU is made of it by another compiler. To optimise such a program takes longer than all that a
@@ -47,10 +47,14 @@ def program(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run(
-    op: str, framework: str, provider: str | None, arguments: testing.Arguments, device: str = "cpu"
+    op: str, framework: str, provider: str | None, arguments: testing.Arguments,
+    device: str = "cpu", quickly: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """As `ops.testing.run`; what is interpreted on a CPU is compiled quickly."""
-    quick = provider == "pallas_interpret" and device == "cpu"
+    """As `ops.testing.run`; what is interpreted on a CPU is compiled quickly, and with `quickly`
+    all that JAX has there.
+    """
+    quick = (quickly and framework == "jax") or provider == "pallas_interpret"
+    quick = quick and device == "cpu"
     wrap = (lambda function: program(op, function)) if quick else None
     return testing.run(op, framework, provider, arguments, device, wrap)
 
