@@ -356,12 +356,14 @@ FAULTS = {
 """By fault, the runs that show it at least, and where they are wrong first."""
 HELD = {layer_twice: "weights layer.1.", rounded_tables: "rotary table cos"}
 """By fault, what the programs are given and should not be."""
+LIKE_OTHERS = (rounded_tables, late_sample, stop_ban_one_too_long, one_seed_for_all)
+"""Whose places others have as well, or whom another test plants too."""
 
 
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param(fault, marks=pytest.mark.slow if fault is rounded_tables else ())
+        pytest.param(fault, marks=pytest.mark.slow if fault in LIKE_OTHERS else ())
         for fault in FAULTS
     ],
     ids=lambda fault: fault.__name__,
@@ -420,7 +422,13 @@ ENCODINGS = {
 }
 
 
-@pytest.mark.parametrize("fault", ENCODINGS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, marks=() if fault == "temperature by e" else pytest.mark.slow)
+        for fault in ENCODINGS
+    ],
+)
 def test_parameters_that_are_encoded_wrong_are_seen(small_model, monkeypatch, fault):
     ENCODINGS[fault](monkeypatch)
     diff = check_runs(monkeypatch, small_model, "steps")
@@ -598,6 +606,7 @@ def test_layers_that_all_have_short_windows_are_judged(short_windows):
     assert diff.served[0].preemptions
 
 
+@pytest.mark.slow
 def test_of_short_windows_alone_some_run_has_to_find_a_prefix(short_windows, without_prefixes):
     diff = check(short_windows, definition="off")
     assert "prefix cache: none in any run" in "".join(diff.missing)
