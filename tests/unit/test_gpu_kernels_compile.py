@@ -94,7 +94,7 @@ def arguments_of(op, arguments):
     ("heads", "size", "page", "reach"),
     [
         ((8, 2), 128, 64, {}),
-        ((7, 1), 64, 16, {"chunk": 64}),
+        pytest.param((7, 1), 64, 16, {"chunk": 64}, marks=pytest.mark.slow),
         pytest.param((4, 2), 256, 128, {"window": 64, "soft_cap": 20.0}, marks=pytest.mark.slow),
         pytest.param((8, 1), 80, 16, {"window": 64}, marks=pytest.mark.slow),
     ],
@@ -210,7 +210,8 @@ def test_norms_over_all_heads_compile(compiled):
     assert compiled == ["wide_qk_norm_kernel", "qk_mean_squares_kernel", "wide_qk_norm_kernel"]
 
 
-@pytest.mark.parametrize("filtered", [False, True])
+# All kernels of filters are among those of penalties, below.
+@pytest.mark.parametrize("filtered", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sampling_compiles(compiled, filtered):
     from twinfer.gpu.kernels import sampling
 
@@ -258,10 +259,12 @@ def test_sampling_with_penalties_compiles(compiled):
     [
         ("bfloat16", 2, ["few_gated_kernel", "few_down_kernel"]),
         ("bfloat16", 20, ["sort_kernel", *["product_kernel"] * 2, "combine_kernel"]),
-        ("bfloat16", 300, ["sort_kernel", *["product_kernel"] * 2, "combine_kernel"]),
-        pytest.param(
-            *("bfloat16", 900, ["sort_kernel", *["product_kernel"] * 2, "combine_kernel"]),
-            marks=pytest.mark.slow,
+        *(
+            pytest.param(
+                *("bfloat16", tokens, ["sort_kernel", *["product_kernel"] * 2, "combine_kernel"]),
+                marks=pytest.mark.slow,
+            )
+            for tokens in (300, 900)
         ),
         ("float32", 20, ["sort_kernel", *["product_kernel"] * 2, "combine_kernel"]),
     ],
@@ -345,7 +348,7 @@ def test_quantised_tokens_compile(compiled, rows, kind, block):
 
 
 @pytest.mark.parametrize("k", [4096, 14336])
-@pytest.mark.parametrize("rows", [1, 2, 16, 300])
+@pytest.mark.parametrize("rows", [1, 2, pytest.param(16, marks=pytest.mark.slow), 300])
 def test_products_that_quantise_tokens_compile(compiled, rows, k):
     """One launch for a row that is not long, else two."""
     from twinfer.gpu.kernels import narrow
@@ -359,7 +362,9 @@ def test_products_that_quantise_tokens_compile(compiled, rows, k):
     assert compiled == (["quantizing_gemv_kernel"] if rows == 1 and k == 4096 else two)
 
 
-@pytest.mark.parametrize("rows", [1, 2, pytest.param(16, marks=pytest.mark.slow), 300])
+@pytest.mark.parametrize(
+    "rows", [1, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (2, 16)), 300]
+)
 def test_mlp_of_fp8_compiles(compiled, rows):
     from twinfer.gpu.kernels import narrow_mlp
 
@@ -374,7 +379,10 @@ def test_mlp_of_fp8_compiles(compiled, rows):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 300])
-@pytest.mark.parametrize(("kind", "zeros"), [("int4", False), ("int4", True), ("fp8", False)])
+@pytest.mark.parametrize(
+    ("kind", "zeros"),
+    [pytest.param("int4", False, marks=pytest.mark.slow), ("int4", True), ("fp8", False)],
+)
 def test_mlp_of_narrow_weights_compiles(compiled, rows, kind, zeros):
     """For some rows of int4 the activation has no launch of its own."""
     from twinfer.gpu.kernels import narrow_mlp
@@ -396,15 +404,19 @@ def test_mlp_of_narrow_weights_compiles(compiled, rows, kind, zeros):
 
 
 @pytest.mark.parametrize(
-    "tokens", [2, 20, 50, 100, 300, pytest.param(1200, marks=pytest.mark.slow)]
+    "tokens",
+    [2, 20, *(pytest.param(tokens, marks=pytest.mark.slow) for tokens in (50, 100, 1200)), 300],
 )
 @pytest.mark.parametrize(
     ("kind", "group", "act"),
     [
-        *(("fp4", 32, "clamped"), ("fp4", 32, "silu"), ("fp8", 0, "silu"), ("int4", 128, "silu")),
+        *(("fp4", 32, "clamped"), ("fp8", 0, "silu"), ("int4", 128, "silu")),
         *(
-            pytest.param(*case, "gelu", marks=pytest.mark.slow)
-            for case in (("fp4", 32), ("fp8", 0), ("int4", 128))
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *(("fp4", 32, "silu"), ("fp4", 32, "gelu"), ("fp8", 0, "gelu")),
+                ("int4", 128, "gelu"),
+            )
         ),
     ],
 )
@@ -449,7 +461,8 @@ def test_narrow_experts_compile(compiled, tokens, kind, group, act):
         *("int4", "int4 tiles", "int8 tiles", "tokens", "int8 token", "int8 tokens"),
         # In Gluon, with descriptors of tensors, as those of tiles; the compiler takes seconds.
         pytest.param("attention", marks=pytest.mark.slow),
-        *("int8 cache", "int8 cache, k and v", "int8 experts", "tokens of a loop"),
+        *("int8 cache", "int8 cache, k and v", "tokens of a loop"),
+        pytest.param("int8 experts", marks=pytest.mark.slow),
     ],
 )
 def test_noted_kernels_are_those_that_are_launched(driver, kind, caplog, tmp_path):
@@ -797,7 +810,7 @@ def test_what_fails_beside_others_is_compiled_once_more(failures, caplog):
     assert all("ValueError('the cause')" in message for message in caplog.messages)
 
 
-@pytest.mark.parametrize("rows", [3, 20, 64])
+@pytest.mark.parametrize("rows", [3, 20, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("act", ["", "silu", "gelu"])
 def test_products_of_some_rows_compile(compiled, rows, act):
     from twinfer.gpu.kernels import gemv
@@ -807,7 +820,7 @@ def test_products_of_some_rows_compile(compiled, rows, act):
     assert compiled == ["skinny_kernel"]
 
 
-@pytest.mark.parametrize("rows", [3, 64, 256])
+@pytest.mark.parametrize("rows", [3, 64, pytest.param(256, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("act", "parts"), [("", 1), ("", 3), ("silu", 2)])
 def test_products_by_tiles_compile(compiled, rows, act, parts):
     """Weights that no block divides, with a bias, for Hopper's tensor cores and copy engine."""
@@ -819,7 +832,7 @@ def test_products_by_tiles_compile(compiled, rows, act, parts):
     assert compiled == ["tile_kernel"]
 
 
-@pytest.mark.parametrize("rows", [3, 13, 32])
+@pytest.mark.parametrize("rows", [3, 13, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("act", "n"), [("", 200), ("silu", 200), ("gelu", 208)])
 def test_products_from_registers_compile(compiled, rows, act, n):
     """Weights that no block divides, with a bias; steps that are asked for before the inputs, and
@@ -937,7 +950,7 @@ def test_products_from_registers_that_were_measured_fit(compiled, name, blocks):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_sums_over_peers_compile(compiled, dtype, world):
     from twinfer.gpu.kernels import reduce
 
@@ -977,10 +990,10 @@ def test_heads_of_512_have_blocks_of_their_own_on_every_chip(monkeypatch, chip, 
     ("rows", "warps", "gated"),
     [
         (17, 4, True),
-        (128, 8, False),
         *(
             pytest.param(rows, warps, gated, marks=pytest.mark.slow)
             for rows, warps, gated in (
+                (128, 8, False),
                 (17, 8, False),
                 (64, 4, False),
                 (64, 8, True),
@@ -1028,7 +1041,9 @@ def test_narrow_products_by_tiles_compile(
 
 
 @pytest.mark.parametrize("n", [512, pytest.param(2 * 8448, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("rows", [9, pytest.param(32, marks=pytest.mark.slow), 64, 128])
+@pytest.mark.parametrize(
+    "rows", [9, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (32, 64)), 128]
+)
 @pytest.mark.parametrize("gated", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("kind", "group"), [("int4", 128), ("int8", 256), ("fp4", 16)])
 def test_narrow_products_by_tiles_fit(compiled, n, rows, gated, kind, group):
