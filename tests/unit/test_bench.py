@@ -218,7 +218,10 @@ GROUPS = ((), (PageGroup(4, 8), PageGroup(4)))
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize(("reading", "decode_steps"), [(16, 1), (64, 1), (16, 4)])
+@pytest.mark.parametrize(
+    ("reading", "decode_steps"),
+    [*(pytest.param(n, 1, marks=pytest.mark.slow) for n in (16, 64)), (16, 4)],
+)
 def test_a_batch_lacks_nothing_where_nobody_waits_or_gives_way(groups, reading, decode_steps):
     """Beside a run of the scheduler with as many pages."""
     found = []

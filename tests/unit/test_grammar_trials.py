@@ -34,7 +34,13 @@ def trials():
     made.close()
 
 
-@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "all of them" else pytest.mark.slow)
+        for name in ENDLESS
+    ],
+)
 def test_a_form_without_an_end_is_refused(name, trials):
     """Each takes minutes; the next one is tried as if nothing had been."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

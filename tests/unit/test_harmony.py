@@ -303,7 +303,7 @@ HOSTILE = {
 }
 
 
-IN_TURN = ("constraints", "starts", "space", "text", "calls")
+IN_TURN = ("constraints", "starts", "space", "text", "calls", "messages")
 """By few characters in `make test-slow`: they are held and let go as others are."""
 
 

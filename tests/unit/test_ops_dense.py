@@ -32,7 +32,7 @@ def test_fused_add_rms_norm_is_add_and_rms_norm_bit_for_bit(framework, dtype):
 @pytest.mark.parametrize(
     ("framework", "provider"), [("torch", None), ("torch", ROWS), ("jax", None), ("jax", ROWS)]
 )
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("biased", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_nan_in_one_row_stays_in_it_whatever_a_row_holds(framework, provider, biased):
     """Units of some processors read 32 entries of a row at once, and on into the next one."""
     rng = np.random.default_rng(3)

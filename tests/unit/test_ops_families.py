@@ -33,6 +33,7 @@ NUMPY = namespace("numpy")
 ORACLE = resolve("numpy").bind()
 ROADS = ["torch", "torch compiled", "jax", "jax compiled"]
 FP8 = ml_dtypes.float8_e4m3fn
+BFLOAT16 = ml_dtypes.bfloat16
 
 
 def to_framework(framework, value):
@@ -84,7 +85,7 @@ def same_bits(a, b):
     ("op", "dtype"),
     [
         pytest.param(op, dtype, marks=() if op in quick else pytest.mark.slow)
-        for dtype, quick in {"float32": OPS[::4], "bfloat16": OPS[1::8]}.items()
+        for dtype, quick in {"float32": OPS[::8], "bfloat16": OPS[1::8]}.items()
         for op in OPS
     ],
 )
@@ -332,9 +333,21 @@ def literal_quantize(x, per, block, limit, dtype):
     return cut.astype(FP8), scale
 
 
-@pytest.mark.parametrize("road", ["torch", "torch compiled", "jax compiled"])
+# What is compiled has a turn in each dtype here: by PyTorch in one, by XLA in the other.
+@pytest.mark.parametrize(
+    ("road", "dtype"),
+    [
+        pytest.param("torch", np.float32, id="float32-torch"),
+        pytest.param("torch", BFLOAT16, id="bfloat16-torch"),
+        pytest.param("torch compiled", BFLOAT16, id="bfloat16-torch compiled"),
+        pytest.param("jax compiled", np.float32, id="float32-jax compiled"),
+        pytest.param(
+            "torch compiled", np.float32, id="float32-torch compiled", marks=pytest.mark.slow
+        ),
+        pytest.param("jax compiled", BFLOAT16, id="bfloat16-jax compiled", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("per", ["tensor", "row", "column", "block"])
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("kind", "limit"), [("int8", 127.0), ("fp8", 448.0)])
 def test_quantised_values_and_scales_are_bitwise_the_definition(road, per, dtype, kind, limit):
     x = awkward(dtype)

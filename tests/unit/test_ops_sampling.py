@@ -204,11 +204,16 @@ def expected(logits, params):
     "params",
     [
         SamplingParams(temperature=1.0),
-        SamplingParams(temperature=0.6),
         SamplingParams(temperature=3.0, top_k=7),
-        SamplingParams(temperature=1.0, top_p=0.8),
-        SamplingParams(temperature=1.0, min_p=0.1),
         SamplingParams(temperature=1.2, top_k=20, top_p=0.9, min_p=0.02),
+        *(
+            pytest.param(SamplingParams(**one), marks=pytest.mark.slow)
+            for one in (
+                {"temperature": 0.6},
+                {"temperature": 1.0, "top_p": 0.8},
+                {"temperature": 1.0, "min_p": 0.1},
+            )
+        ),
     ],
     ids=str,
 )

@@ -484,7 +484,10 @@ HOSTILE = {
 }
 
 
-IN_TURN = ("marks", "thoughts", "spaced_marks", "open_string", "escapes", "number", "lists")
+IN_TURN = (
+    "marks", "thoughts", "spaced_marks", "open_string", "open_arguments", "nested", "escapes",
+    "number", "braces", "heads", "lists",
+)  # fmt: skip
 """By few characters in `make test-slow`: they are held and let go as others are."""
 
 

@@ -569,7 +569,7 @@ def runs(draw_: st.DrawFn) -> Run:
 
 
 @given(runs())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_random_schedules_give_each_request_the_tokens_it_gets_alone(run: Run) -> None:
     check_random_schedule(run)
 
@@ -700,7 +700,9 @@ def same_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequestTable, "take_new_pages", changed)
 
 
-@pytest.mark.parametrize("fault", [early, short_hits, other_group, same_columns])
+@pytest.mark.parametrize(
+    "fault", [early, pytest.param(short_hits, marks=pytest.mark.slow), other_group, same_columns]
+)
 def test_a_fault_in_page_groups_changes_tokens(
     fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

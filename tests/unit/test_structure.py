@@ -190,7 +190,11 @@ def test_a_share_begins_elsewhere_for_another_word():
             "no:cacheprovider",
             *options,
         ]
-        files = ["tests/unit/test_bucketing.py", "tests/unit/test_source_hash.py"]
+        files = [
+            "tests/unit/test_bucketing.py",
+            "tests/unit/test_waiting.py",
+            "tests/unit/test_ports.py",
+        ]
         plain = {name: x for name, x in os.environ.items() if name != "PYTEST_ADDOPTS"}
         done = subprocess.run(
             [*command, *files], cwd=ROOT, env=plain, capture_output=True, text=True, check=True

@@ -356,13 +356,25 @@ def of_words():
     return backend
 
 
-@settings(max_examples=40)  # of nine tokenizers each
-@given(
-    st.lists(
-        st.tuples(st.text("the dog <s>/▁Ġé中👩\n\t.", max_size=9), st.integers(1, 60)), max_size=9
-    )
+PARTS = st.lists(
+    st.tuples(st.text("the dog <s>/▁Ġé中👩\n\t.", max_size=9), st.integers(1, 60)), max_size=9
 )
+
+
+@settings(max_examples=12)  # of nine tokenizers each
+@given(PARTS)
 def test_whatever_is_short_enough_is_taken(pairs, words_alone, parts):
+    check_that_it_is_taken_if_short_enough(pairs, words_alone, parts)
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(PARTS)
+def test_whatever_is_short_enough_is_taken_of_more_texts(pairs, words_alone, parts):
+    check_that_it_is_taken_if_short_enough(pairs, words_alone, parts)
+
+
+def check_that_it_is_taken_if_short_enough(pairs, words_alone, parts):
     """Though its pieces are counted one by one, here from the first character on."""
     text = "".join(part * times for part, times in parts)
     with (

@@ -158,8 +158,8 @@ def in_place(registries):
 
 
 LONG = (
-    "gated_mlp_fp8", "gelu_gated_mlp", "moe_experts_narrow", "penalised_sample",
-    "quantize_int4_dynamic", "sample",
+    "gated_mlp_fp8", "gelu_gated_mlp", "moe_experts_narrow", "norm_rope_write_kv",
+    "penalised_sample", "penalties", "quantize_int4_dynamic", "sample",
 )  # fmt: skip
 """Many calls inside, which opcheck traces for seconds; others like them are short."""
 

@@ -265,6 +265,7 @@ def check(found, names):
 pytestmark = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
 
 
+@pytest.mark.slow
 def test_one_shape_for_the_oldest_chip():
     check(results("v4", SAMPLED), [SAMPLED])
 

@@ -275,7 +275,7 @@ NARROW_EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("form", NARROW_EXPERTS)
 def test_narrow_experts_that_are_cut_in_several_ways(form, dtype, monkeypatch):
     monkeypatch.setattr(narrow, "STEP", 256)
