@@ -327,7 +327,7 @@ def test_what_float16_cannot_hold_is_not_compared(tmp_path):
     assert ask(faults={"a": plant("mlp-skipped@1")}).exit_code == FAILED
 
 
-@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("rows", [1, 8, pytest.param(64, marks=pytest.mark.slow)])
 def test_a_divergence_that_two_words_decide_is_left_to_chance(rows):
     """Peaked rows: noise in all of 512 logits, of which a few have the probability."""
     rng = np.random.default_rng(rows)

@@ -313,7 +313,7 @@ def swapped(weights: dict[str, np.ndarray], layer: int) -> dict[str, np.ndarray]
     return weights | {"gate_up": np.concatenate([up, gate])}
 
 
-@pytest.mark.parametrize("backend", ["jax", "torch"])
+@pytest.mark.parametrize("backend", [pytest.param("jax", marks=pytest.mark.slow), "torch"])
 def test_swapped_weights_are_named_and_found(tmp_path, backend):
     diff = compare(
         subject(tmp_path, SMALL),

@@ -53,8 +53,10 @@ def test_no_program_of_an_op_that_was_judged_is_kept():
     assert len(client.live_executables()) <= before
 
 
-def test_all_ops_of_torch_pass_and_the_view_is_short():
-    report = check_ops([TORCH])
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
+def test_all_ops_of_torch_pass_and_the_view_is_short(every):
+    """Or one in so many of them."""
+    report = check_ops([TORCH], [op.name for op in REGISTRY][::every])
     assert report.exit_code == 0, [r.complaints for r in report.failures] + report.missing
     assert len(render(report).splitlines()) <= LINES
 

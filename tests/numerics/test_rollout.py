@@ -66,7 +66,7 @@ def scale(top, factor):
     return {token: entry._replace(logprob=entry.logprob * factor) for token, entry in top.items()}
 
 
-@pytest.mark.parametrize("side", ["a", "b"])
+@pytest.mark.parametrize("side", ["a", pytest.param("b", marks=pytest.mark.slow)])
 def test_a_side_whose_values_are_off_is_seen(subject, monkeypatch, side):
     def change(answer, of):
         if of == side and answer.prompt_logprobs:
