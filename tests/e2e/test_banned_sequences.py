@@ -105,7 +105,19 @@ def test_bad_words_need_a_tokenizer(llm, monkeypatch):
         llm.generate([[1, 2]], replace(GREEDY, bad_words=["a"]))
 
 
-def test_the_best_of_what_completes_none(llm):
+FEW_PAGES = {"num_pages": 12, "max_model_len": 64}
+
+
+@pytest.mark.parametrize(
+    "engines",
+    [
+        [FEW_PAGES | {"decode_steps": 4}],
+        pytest.param(
+            [FEW_PAGES, {"async_scheduling": False}, {"decode_steps": 4}], marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_the_best_of_what_completes_none(llm, engines):
     """Alone and together, also among texts with a form and texts that are free."""
     free = tokens(llm, PROMPTS, GREEDY)
     settings = [replace(GREEDY, banned_sequences=one) for one in bans(free)]
@@ -120,11 +132,7 @@ def test_the_best_of_what_completes_none(llm):
     found = tokens(llm, PROMPTS + PROMPTS[:1] * 6, mixed)
     assert found == expected + alone
     backend = llm.engine.config.backend
-    for more in (
-        {"num_pages": 12, "max_model_len": 64},
-        {"async_scheduling": False},
-        {"decode_steps": 4},
-    ):
+    for more in engines:
         options = {"backend": backend, "device": "cpu", "progress": False} | SIZES | more
         with LLM("demo", **options) as other:
             assert tokens(other, PROMPTS + PROMPTS[:1] * 6, mixed) == found

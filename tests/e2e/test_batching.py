@@ -222,7 +222,7 @@ def plant_compilation(worker, backend):
     setattr(owner, name, compiling)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["jax", pytest.param("torch", marks=pytest.mark.slow)])
 def test_another_engine_that_starts_is_not_counted(checkpoints, backend, device):
     folder, _ = checkpoints("qwen3")
     # At level 0 torch compiles nothing at all on a CPU.

@@ -411,7 +411,13 @@ def test_an_op_is_disabled_by_a_word_with_a_minus_sign(capsys):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 @pytest.mark.parametrize(
-    "command", [["plan", "demo"], ["generate", "demo", *SIZES, "--prompt", "x", "--json"]]
+    "command",
+    [
+        ["plan", "demo"],
+        pytest.param(
+            ["generate", "demo", *SIZES, "--prompt", "x", "--json"], marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_a_full_disk_is_one_line(command):
     argv = [sys.executable, "-m", "twinfer", *command, "--backend", "torch"]

@@ -204,13 +204,20 @@ def test_a_mode_captures_what_it_says(graph_device, mode, tmp_path):
         assert (llm.engine.worker._recorder is None) == (mode == "NONE")
 
 
+IN_OTHERS = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+"""What they replay, `FULL` and `PIECEWISE` do."""
+
+
 @pytest.fixture(scope="module")
 def made():
     """The tokens of each mode: those of eager steps are made once for all of them."""
     return {}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(mode, marks=pytest.mark.slow if mode in IN_OTHERS else ()) for mode in MODES],
+)
 def test_replays_give_the_tokens_of_eager_steps(graph_device, mode, tmp_path, made):
     kinds = (
         GREEDY,
@@ -358,7 +365,9 @@ LEVELS = {
 }
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "level", [0, *(pytest.param(level, marks=pytest.mark.slow) for level in (1, 3)), 2]
+)
 def test_a_level_traces_and_compiles_what_it_says(device, start, level):
     """On a GPU level 3 compiles only if it is told to: there all ops of a layer are kernels."""
     traced, generates = LEVELS[level]

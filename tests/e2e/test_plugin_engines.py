@@ -245,7 +245,7 @@ def test_the_predicate_of_an_engine_on_jax_is_asked_for_every_program():
         )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_a_stage_from_outside_is_planned_by_what_it_calls(backend):
     """An op of a plug-in in a stage of a plug-in: it is in the plan, and its provider runs."""
 

@@ -75,11 +75,16 @@ FORMATS = (
 )  # fmt: skip
 """Of weights: tokens quantised by row, by one scale and by blocks, and as they are; and experts."""
 QUICK = [("torch", "qwen3"), ("torch", "mixtral"), ("torch", "fp8-channel")]
+IN_MAKE_TEST = QUICK[:2]
+"""Narrow weights take the longest; `test_ops_contracts.py` has rows of their ops."""
 FEW_PAGES = {"gemma4-experts": 90, "mxfp4": 75}
 """Layers with windows hold few pages: fewer must be there for some request to give way."""
 ALL = [(backend, model) for backend in ("torch", "jax") for model in FAMILIES + FORMATS]
 CASES = [
-    *(pytest.param(*case, FEW) for case in QUICK),
+    *(
+        pytest.param(*case, FEW, marks=() if case in IN_MAKE_TEST else pytest.mark.slow)
+        for case in QUICK
+    ),
     *(pytest.param(*case, COUNT, marks=[pytest.mark.slow, pytest.mark.gpu]) for case in QUICK),
     *(pytest.param(*case, COUNT, marks=pytest.mark.slow) for case in ALL if case not in QUICK),
 ]

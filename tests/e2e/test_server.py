@@ -712,7 +712,10 @@ def test_bad_words_do_not_come(tell, path, body, server):
         ({"structured_outputs": {"regex": "aab"}}, "structured_outputs"),
         ({"bad_words": ["aaa"]}, "bad_words"),
         ({}, "banned_sequences"),
-        ({"structured_outputs": {"regex": "a+"}, "bad_words": ["aaa"]}, "structured_outputs"),
+        pytest.param(
+            *({"structured_outputs": {"regex": "a+"}, "bad_words": ["aaa"]}, "structured_outputs"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["form", "words", "sequences", "both"],
 )
@@ -1617,7 +1620,14 @@ def test_a_client_that_leaves_frees_its_pages(server):
             assert aborted <= before + calls
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/completions",
+        pytest.param("/v1/chat/completions", marks=pytest.mark.slow),
+        "/v1/responses",
+    ],
+)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("phase", ["queue", "prompt", "decode", "last"])
 def test_a_client_may_leave_in_every_phase(phase, stream, path, server):
@@ -1748,9 +1758,16 @@ FUZZ = {
 }
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.data())
-def _ask_anything(client, path, data):
+def _ask_anything(client, path, examples):
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def ask(data):
+        _ask_with_fields(client, path, data)
+
+    ask()
+
+
+def _ask_with_fields(client, path, data):
     usual, likely, _ = FUZZ[path]
     change = data.draw(st.dictionaries(st.sampled_from(sorted(likely)), st.none(), max_size=5))
     body = usual | {name: data.draw(likely[name]) for name in change}
@@ -1771,10 +1788,11 @@ def test_the_fuzz_below_has_every_field(path):
     assert set(kind.model_fields) <= set(likely)
 
 
+@pytest.mark.parametrize("examples", [30, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("path", FUZZ)
-def test_nothing_that_a_body_may_hold_ends_the_server(path, server):
+def test_nothing_that_a_body_may_hold_ends_the_server(path, examples, server):
     with server.client() as client:
-        _ask_anything(client, path)
+        _ask_anything(client, path, examples)
         assert client.get("/health").status_code == 200
     assert server.idle()
     assert server.metric("recompiles_after_ready_total") == 0

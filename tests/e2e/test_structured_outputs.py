@@ -218,8 +218,17 @@ def test_texts_keep_to_random_schemas(examples, llm):
     assert ended > examples * 5 // 2
 
 
-@pytest.mark.parametrize("few", [8, pytest.param(1, marks=pytest.mark.slow)])
-def test_company_preemption_and_overlap_change_nothing(few, llm, monkeypatch):
+ENGINES = ({"num_pages": 40}, {"async_scheduling": False}, {"decode_steps": 4})
+
+
+@pytest.mark.parametrize(
+    ("few", "engines"),
+    [
+        (8, [{"num_pages": 40, "decode_steps": 4}]),
+        *(pytest.param(few, ENGINES, marks=pytest.mark.slow) for few in (8, 1)),
+    ],
+)
+def test_company_preemption_and_overlap_change_nothing(few, engines, llm, monkeypatch):
     """The same tokens alone, among free requests, in a cache that makes some give way, read step by
     step or not; looked at in a thread if there are `few` or more texts.
     """
@@ -236,7 +245,7 @@ def test_company_preemption_and_overlap_change_nothing(few, llm, monkeypatch):
     assert found[0:12:2] == alone
     assert found[1:12:2] == free_alone
     backend = llm.engine.config.backend
-    for more in ({"num_pages": 40}, {"async_scheduling": False}, {"decode_steps": 4}):
+    for more in engines:
         options = {"backend": backend, "device": "cpu", "progress": False} | SIZES | more
         with LLM("demo", **options) as other:
             assert [output.token_ids for output in texts(other, mixed)] == found
