@@ -138,10 +138,13 @@ class Server:
     # -- what a server says of itself
 
     async def health(self, request: Request) -> Response:
-        """Whether the engine is heard of."""
-        if self._engine.alive:
+        """Whether the engine has started and is heard of: scripts for other servers wait for this,
+        and send requests then.
+        """
+        if self._engine.ready is not None and self._engine.alive:
             return Response(b"", 200)
-        return _json(503, error_body(self._engine.why or "the engine is silent", "server_error"))
+        state = "the engine is starting" if self._engine.alive else "the engine is silent"
+        return _json(503, error_body(self._engine.why or state, "server_error"))
 
     async def ready(self, request: Request) -> Response:
         """Whether a request would be taken now."""

@@ -20,6 +20,7 @@ import httpx
 import openai
 import pytest
 
+from ..ports import free_ports
 from ..processes import crowded
 from .kv_canary import FAULTS, watched
 from .server_process import fault, gone, held, served
@@ -274,6 +275,23 @@ def _starting_engine(server, seconds=30):
             return server.engine_pid()
         time.sleep(0.02)
     raise AssertionError("no engine was started")
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+def test_what_waits_for_health_may_send_requests(path):
+    """Scripts for vLLM and SGLang do so, and SageMaker."""
+    port = free_ports()
+    with served(*FLAGS, "--port", str(port), ready=False) as server:
+        _starting_engine(server)
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            first = client.get(path)
+            assert first.status_code == 503
+            assert "the engine is starting" in first.text
+            end = time.monotonic() + 60
+            while client.get(path).status_code != 200:
+                assert time.monotonic() < end
+                time.sleep(0.02)
+            assert client.post("/v1/completions", json=BODY).status_code == 200
 
 
 @pytest.mark.slow

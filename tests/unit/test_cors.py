@@ -27,7 +27,8 @@ ALLOWED = "access-control-allow-origin"
 def ask(flags, method, path, **headers):
     """The answer of a server with a key, whose engine answers nothing, to a page."""
     cors = cors_options(_parser()[0].parse_args(["serve", *flags]))
-    engine = SimpleNamespace(ready=None, alive=True, why="")
+    ready = SimpleNamespace(model={"longest_request": 64})
+    engine = SimpleNamespace(ready=ready, alive=True, why="")
     settings = Settings(["m"], None, SamplingParams(), FORMATS["none"], keys=["k"], cors=cors)
 
     async def call():

@@ -17,10 +17,12 @@ from twinfer.shared.models import digest as digest_module
 from twinfer.shared.models.digest import MOST_PIECES, _places, folder_digest
 from twinfer.shared.sampling_params import SamplingParams
 
+READY = SimpleNamespace(model={"longest_request": 64})
+
 
 def ask(path, *, root="", method="GET", engine=None, **settings):
     """The answer of a server whose engine answers nothing, at a path as uvicorn hands it on."""
-    engine = engine or SimpleNamespace(ready=None, alive=True, why="")
+    engine = engine or SimpleNamespace(ready=READY, alive=True, why="")
     made = Settings(["m"], None, SamplingParams(), FORMATS["none"], **settings)
 
     async def call():
@@ -57,8 +59,9 @@ def test_a_prefix_lets_nobody_in(root):
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_a_ping_tells_what_health_does_and_needs_no_key(method):
     """As SageMaker asks."""
-    for alive, status in ((True, 200), (False, 503)):
-        engine = SimpleNamespace(ready=None, alive=alive, why="it ended")
+    states = [(READY, True, 200), (READY, False, 503), (None, True, 503), (None, False, 503)]
+    for ready, alive, status in states:
+        engine = SimpleNamespace(ready=ready, alive=alive, why="it ended")
         for root in ("", "/llm"):
             answer = ask("/ping", root=root, method=method, engine=engine, keys=["k"])
             assert answer.status_code == status
