@@ -22,8 +22,8 @@ def shape_names() -> tuple[str, ...]:
 
 
 def model_folder(model: str) -> str:
-    """The folder that `model` names: a path, the word demo (the bundled model), or the name of a
-    shape.
+    """The folder that `model` names: a path, the word demo (the bundled model), the name of a
+    shape, or that of a model of the Hugging Face Hub that was downloaded before.
 
     Raises ModelNotFound.
     """
@@ -35,13 +35,28 @@ def model_folder(model: str) -> str:
     if not os.path.isdir(model):
         what = "is not a folder" if os.path.exists(model) else "no such folder"
         if HUB_ID.fullmatch(model):
-            raise ModelNotFound(
-                f"model: {what}: {model}; nothing is downloaded here: if that is a model of the "
-                f"Hugging Face Hub, `hf download {model} --local-dir FOLDER` makes a folder of it"
-            )
+            return _downloaded(model, what)
         raise ModelNotFound(
             f"model: {what}: {model[:200]} (a path to a Hugging Face checkpoint, or the word "
             "demo); "
             f"known by name: {', '.join(shape_names())}"
         )
     return model
+
+
+def _downloaded(model: str, what: str) -> str:
+    """The folder of a model of the Hub in the cache of the library that downloads them, as its
+    branch `main` was last. Raises ModelNotFound, which says `what` a folder of this name is.
+    """
+    # Takes half a second to import, for those who name a model so.
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(model, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        raise ModelNotFound(
+            f"model: {what}: {model}, and no such model among those in {constants.HF_HUB_CACHE}; "
+            f"nothing is downloaded here: if it is one of the Hugging Face Hub, `hf download "
+            f"{model}` puts it there"
+        ) from None

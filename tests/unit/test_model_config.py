@@ -8,6 +8,7 @@ import math
 import os
 import string
 from dataclasses import replace
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -1186,12 +1187,41 @@ def test_load_reads_both_files(tmp_path):
     assert load_config(str(tmp_path)) == config
 
 
-def test_the_name_of_a_model_on_the_hub_is_told_how_to_become_a_folder():
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """The cache of the Hub's library, with the bundled model under another name."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    model = tmp_path / "models--Some.Body--Demo-1.5"
+    snapshot, blobs = model / "snapshots" / "0123abcd", model / "blobs"
+    for folder in (snapshot, blobs, model / "refs"):
+        folder.mkdir(parents=True)
+    (model / "refs" / "main").write_text("0123abcd")
+    for number, file in enumerate(sorted(Path(model_folder("demo")).iterdir())):
+        if file.is_file():
+            (blobs / str(number)).write_bytes(file.read_bytes())
+            (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    return snapshot
+
+
+def test_the_name_of_a_model_on_the_hub_is_where_it_was_downloaded(hub_cache, monkeypatch):
+    assert model_folder("Some.Body/Demo-1.5") == str(hub_cache)
+    assert load_config(model_folder("Some.Body/Demo-1.5")) == load_config(model_folder("demo"))
+    # A folder of that name goes first.
+    monkeypatch.chdir(hub_cache.parent)
+    (hub_cache.parent / "Some.Body" / "Demo-1.5").mkdir(parents=True)
+    assert model_folder("Some.Body/Demo-1.5") == "Some.Body/Demo-1.5"
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen3-0.6B", "a--b/c", "a..b/c", "a/b.git", "Some.Body/demo"]
+)
+def test_the_name_of_a_model_on_the_hub_is_told_how_to_become_a_folder(hub_cache, name):
     words = (
-        "no such folder: Qwen/Qwen3-0.6B; nothing is downloaded here: .* `hf download Qwen/Qwen3"
+        f"no such folder: {name}, and no such model among those in {hub_cache.parents[2]}; "
+        f"nothing is downloaded here: .* `hf download {name}`"
     )
     with pytest.raises(ModelNotFound, match=words):
-        model_folder("Qwen/Qwen3-0.6B")
+        model_folder(name)
 
 
 def test_missing_folder_and_file(tmp_path):
