@@ -3,6 +3,7 @@
 import ast
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from twinfer.shared.models.arguments import settle_model
 
 from .test_dashboard import exported
 
-FOLDER = Path(__file__).parents[2] / "scripts" / "deploy"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "scripts" / "deploy"
 FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
 KINDS = {
     "RayService": "ray.io/v1",
@@ -178,3 +180,31 @@ def test_services_reach_what_serves(name):
     for service in (d["spec"] for d in made if d["kind"] == "Service"):
         assert any(service["selector"].items() <= one.items() for one in labels)
         assert {port["targetPort"] for port in service["ports"]} <= ports
+
+
+def test_the_image_has_extras_that_there_are_and_the_name_that_manifests_ask_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = (FOLDER / "Dockerfile").read_text()
+    for extras in re.findall(r"EXTRAS=([a-z,]+)", text):
+        assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+    tags = set(re.findall(r"-t (\S+)", text))
+    asked = {
+        container["image"]
+        for name in FILES
+        for document in documents(name)
+        for _, container in containers(document)
+        if container["image"].startswith("twinfer")
+    }
+    assert tags == asked == {f"twinfer:{project['version']}"}
+
+
+def test_the_image_gets_the_package_and_nothing_else():
+    """What is not copied cannot be installed: every room, and what the build reads."""
+    lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] != "#"]
+    assert lines[0] == "*"
+    kept = {line[1:] for line in lines if line.startswith("!")}
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    rooms = {name.split(".")[1] for name in setup["tool"]["setuptools"]["packages"] if "." in name}
+    read = {setup["project"]["readme"], *setup["project"]["license-files"], "pyproject.toml"}
+    assert kept == rooms | read | {"*.py", *setup["tool"]["setuptools"]["package-data"]["twinfer"]}
+    assert all(any(ROOT.glob(name)) for name in kept)
