@@ -163,7 +163,7 @@ def test_decode_of_few_requests_compiles(compiled, monkeypatch, size, setting, g
         ("float32", (2, 2), 64, {}),
         ("bfloat16", (9, 1), 64, {}),
         ("bfloat16", (2, 2), 80, {}),
-        ("bfloat16", (2, 2), 512, {}),
+        pytest.param("bfloat16", (2, 2), 512, {}, marks=pytest.mark.slow),
         ("bfloat16", (2, 2), 64, {"k_scale": np.ones(2, np.float32)}),
         ("bfloat16", (2, 2), 64, {"kv": "int8"}),
     ],
@@ -325,9 +325,22 @@ def test_narrow_weights_that_the_copy_engine_does_not_take(compiled, offset):
     assert compiled == ["narrow_kernel" if offset % 16 else "narrow_tile_kernel"]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 16, 300])
+# Two rows of fp8 have the product of 16, and 300 that of the next test.
 @pytest.mark.parametrize(
-    ("kind", "block"), [("int8", 0), ("fp8", 0), ("fp8", 128)], ids=["int8", "fp8", "fp8-blocks"]
+    ("kind", "block", "rows"),
+    [
+        pytest.param(
+            *(kind, block, rows),
+            marks=pytest.mark.slow if kind == "fp8" and not block and rows in (2, 300) else (),
+            id=f"{name}-{rows}",
+        )
+        for name, kind, block in (
+            ("int8", "int8", 0),
+            ("fp8", "fp8", 0),
+            ("fp8-blocks", "fp8", 128),
+        )
+        for rows in (1, 2, 16, 300)
+    ],
 )
 def test_quantised_tokens_compile(compiled, rows, kind, block):
     from twinfer.gpu.kernels import narrow
@@ -347,8 +360,17 @@ def test_quantised_tokens_compile(compiled, rows, kind, block):
     assert compiled == ["quantize_kernel", "fragment_kernel" if fragments else others]
 
 
-@pytest.mark.parametrize("k", [4096, 14336])
-@pytest.mark.parametrize("rows", [1, 2, pytest.param(16, marks=pytest.mark.slow), 300])
+@pytest.mark.parametrize(
+    ("rows", "k"),
+    [
+        *((1, 4096), (1, 14336), (2, 4096), (300, 4096)),
+        # Of more than one row, the length decides no more than loops.
+        *(
+            pytest.param(rows, k, marks=pytest.mark.slow)
+            for rows, k in ((2, 14336), (16, 4096), (16, 14336), (300, 14336))
+        ),
+    ],
+)
 def test_products_that_quantise_tokens_compile(compiled, rows, k):
     """One launch for a row that is not long, else two."""
     from twinfer.gpu.kernels import narrow
@@ -378,7 +400,7 @@ def test_mlp_of_fp8_compiles(compiled, rows):
     assert compiled == [*first, "fp8_gemv_kernel" if rows == 1 else product]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 16, 300])
+@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow), 16, 300])
 @pytest.mark.parametrize(
     ("kind", "zeros"),
     [pytest.param("int4", False, marks=pytest.mark.slow), ("int4", True), ("fp8", False)],
@@ -403,20 +425,26 @@ def test_mlp_of_narrow_weights_compiles(compiled, rows, kind, zeros):
         assert compiled == [product, "act_and_mul_kernel", product]
 
 
+QUICK_EXPERTS = [
+    ("fp4", 32, "clamped", 2), ("fp4", 32, "clamped", 20), ("fp8", 0, "silu", 2), ("fp8", 0, "silu", 300),
+    ("int4", 128, "silu", 2), ("int4", 128, "silu", 20),
+]  # fmt: skip
+"""Each kernel once: many tokens have the same one in all kinds, and so have some in fp8 and int4."""
+
+
 @pytest.mark.parametrize(
-    "tokens",
-    [2, 20, *(pytest.param(tokens, marks=pytest.mark.slow) for tokens in (50, 100, 1200)), 300],
-)
-@pytest.mark.parametrize(
-    ("kind", "group", "act"),
+    ("kind", "group", "act", "tokens"),
     [
-        *(("fp4", 32, "clamped"), ("fp8", 0, "silu"), ("int4", 128, "silu")),
+        *QUICK_EXPERTS,
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, tokens, marks=pytest.mark.slow)
             for case in (
+                *(("fp4", 32, "clamped"), ("fp8", 0, "silu"), ("int4", 128, "silu")),
                 *(("fp4", 32, "silu"), ("fp4", 32, "gelu"), ("fp8", 0, "gelu")),
                 ("int4", 128, "gelu"),
             )
+            for tokens in (2, 20, 50, 100, 300, 1200)
+            if (*case, tokens) not in QUICK_EXPERTS
         ),
     ],
 )
@@ -458,11 +486,14 @@ def test_narrow_experts_compile(compiled, tokens, kind, group, act):
 @pytest.mark.parametrize(
     "kind",
     [
-        *("int4", "int4 tiles", "int8 tiles", "tokens", "int8 token", "int8 tokens"),
+        *("int4", "int4 tiles", "tokens", "int8 token", "int8 tokens"),
         # In Gluon, with descriptors of tensors, as those of tiles; the compiler takes seconds.
         pytest.param("attention", marks=pytest.mark.slow),
-        *("int8 cache", "int8 cache, k and v", "tokens of a loop"),
-        pytest.param("int8 experts", marks=pytest.mark.slow),
+        *("int8 cache", "tokens of a loop"),
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("int8 tiles", "int8 cache, k and v", "int8 experts")
+        ),
     ],
 )
 def test_noted_kernels_are_those_that_are_launched(driver, kind, caplog, tmp_path):
