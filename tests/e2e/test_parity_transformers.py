@@ -102,9 +102,9 @@ def logits_of(engine, tokens, chunk=128):
 
 
 # The JAX worker, whose programs take half a minute of compiling for each, is given all of them in
-# `make test-slow`, windows too (those of test_page_groups.py run here); and what is in the folder of
-# a Mistral 3 is read alike for both.
-ON_JAX = ["granite"]
+# `make test-slow`; in `make test` test_llm.py compares it with transformers, tokens and
+# log-probabilities, and test_page_groups.py runs its windows. What is in the folder of a Mistral 3
+# is read alike for both.
 VARIANTS = [
     "gemma3-images", "ministral3-images", "gemma4-images", "gemma4-experts-images", "mistral3-tied-window",
     "mixtral-window", "qwen3-tied-bias", "qwen3-moe-biases", "glm4-head24", "glm4-moe-biases", "granite-odd",
@@ -139,10 +139,7 @@ def marks_of(name):
 
 
 CASES = [
-    *(
-        pytest.param(name, "jax", marks=() if name in ON_JAX else pytest.mark.slow)
-        for name in NAMES
-    ),
+    *(pytest.param(name, "jax", marks=pytest.mark.slow) for name in NAMES),
     *(pytest.param(name, "torch", marks=marks_of(name)) for name in NAMES),
 ]
 
