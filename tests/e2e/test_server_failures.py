@@ -277,7 +277,8 @@ def _starting_engine(server, seconds=30):
     raise AssertionError("no engine was started")
 
 
-@pytest.mark.parametrize("path", ["/health", "/ping"])
+# A ping tells what health does: unit/test_server_paths.py.
+@pytest.mark.parametrize("path", ["/health", pytest.param("/ping", marks=pytest.mark.slow)])
 def test_what_waits_for_health_may_send_requests(path):
     """Scripts for vLLM and SGLang do so, and SageMaker."""
     port = free_ports()

@@ -582,6 +582,8 @@ def without_prefixes(monkeypatch):
     monkeypatch.setattr(served, "serve", serve)
 
 
+# What is named is shown by a run that is made up, above.
+@pytest.mark.slow
 def test_a_prefix_cache_that_no_run_reached_is_named(small_model, without_prefixes):
     diff = check(small_model, definition="off")
     assert diff.missing == [
