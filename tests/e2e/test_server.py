@@ -666,12 +666,15 @@ def told_in_events(client, path, body):
     ]
 
 
-@pytest.mark.parametrize("tell", [told, told_in_events])
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("path", "body", "tell"),
     [
-        ("/v1/completions", {"prompt": ["def f(x):\n", "x = "], "n": 2}),
-        ("/v1/chat/completions", {"messages": MESSAGES, "n": 2}),
+        pytest.param(path, body, tell, marks=() if tell is quick else pytest.mark.slow)
+        for path, body, quick in (
+            ("/v1/completions", {"prompt": ["def f(x):\n", "x = "], "n": 2}, told),
+            ("/v1/chat/completions", {"messages": MESSAGES, "n": 2}, told_in_events),
+        )
+        for tell in (told, told_in_events)
     ],
 )
 def test_bad_words_do_not_come(tell, path, body, server):
