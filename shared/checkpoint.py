@@ -92,7 +92,7 @@ class Checkpoint:
         `TRANSPOSED` behind it.
         """
         self._folder = need_folder(folder)
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, tuple[Any, np.ndarray]] = {}
         self._bytes: dict[str, tuple[np.ndarray, dict[str, Any]]] = {}
         if os.path.exists(self._folder / SINGLE):
             self._files = dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
@@ -331,15 +331,19 @@ class Checkpoint:
         self._fail(f"{self._folder}: no weights: neither {SINGLE} nor {INDEX}{hint}")
 
     def _handle(self, file: str) -> Any:
+        """The library's view of a file. The file is mapped then too: one that is put in its place
+        later, or none, changes nothing.
+        """
         if file not in self._open:
             path = self._folder / file
             try:
-                self._open[file] = safe_open(path, framework="numpy")
+                opened = safe_open(path, framework="numpy")
+                self._open[file] = opened, np.asarray(np.memmap(path, np.uint8, "r"))
             except SafetensorError as why:
                 self._fail(f"{path}: is truncated or corrupt: {show(str(why), 160)}")
             except OSError as why:
                 self._fail(f"{path}: cannot be read: {why.strerror or show(str(why), 160)}")
-        return self._open[file]
+        return self._open[file][0]
 
     def _slice(self, name: str) -> Any:
         if name not in self._files:
@@ -367,7 +371,7 @@ class Checkpoint:
         of milliseconds to read: each is read once.
         """
         if file not in self._bytes:
-            raw = np.asarray(np.memmap(self._folder / file, np.uint8, "r"))
+            _, raw = self._open[file]
             start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
             self._bytes[file] = raw[start:], json.loads(raw[8:start].tobytes())
         return self._bytes[file]

@@ -182,6 +182,27 @@ def test_files_open_when_needed(tmp_path):
         checkpoint.read("cube")
 
 
+@pytest.mark.parametrize("then", ["gone", "other entries", "another dtype", "other names"])
+def test_a_file_that_is_put_in_the_place_of_an_open_one_changes_nothing(tmp_path, then):
+    """A download that runs beside the load does so."""
+    write(tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.shape("a") == GRID.shape
+    file = tmp_path / "model.safetensors"
+    if then == "gone":
+        file.unlink()
+    else:
+        others = {
+            "other entries": {"first": GRID, "a": GRID + 1},
+            "another dtype": {"a": np.tile(GRID.astype(np.float16), 2)},
+            "other names": {"b": GRID},
+        }
+        (tmp_path / "new").mkdir()
+        os.replace(write(tmp_path / "new", others[then]) / "model.safetensors", file)
+    np.testing.assert_array_equal(checkpoint.read("a"), GRID)
+    np.testing.assert_array_equal(checkpoint.read_slice("a", 0, 1, 3), GRID[1:3])
+
+
 def test_dtypes_that_numpy_has_not_are_read_by_a_header_that_is_read_once(tmp_path, monkeypatch):
     """That of a shard of experts takes tens of milliseconds, and has thousands of tensors."""
     dtype = ml_dtypes.float8_e4m3fn
