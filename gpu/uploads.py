@@ -29,7 +29,7 @@ class Uploads:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = ThreadPoolExecutor(readers(), "weights", self._begin)
+        self._pool = ThreadPoolExecutor(readers(), "weights")
         self._of_thread = threading.local()
 
     def __enter__(self) -> Uploads:
@@ -49,10 +49,15 @@ class Uploads:
             free.record()
         return self._pool.submit(self._fill, target, read, free)
 
-    def _begin(self) -> None:
-        if self._device.type == "cuda":
+    def _staging(self) -> Staging:
+        """What this thread has, made for its first weight: of an error where threads begin, as too
+        little memory, those that wait would not hear.
+        """
+        if not hasattr(self._of_thread, "staging"):
             torch.cuda.set_device(self._device)
             self._of_thread.staging = Staging()
+        staging: Staging = self._of_thread.staging
+        return staging
 
     @torch.no_grad()
     def _fill(
@@ -62,7 +67,7 @@ class Uploads:
             for place, values in read():
                 copy(target[place], values)
             return
-        staging: Staging = self._of_thread.staging
+        staging = self._staging()
         with torch.cuda.stream(staging.stream):
             staging.stream.wait_event(free)
             for place, values in read():

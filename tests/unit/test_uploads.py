@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from unittest.mock import MagicMock
 
 import ml_dtypes
 import numpy as np
@@ -105,3 +106,18 @@ def test_an_error_ends_all_that_has_not_begun(monkeypatch):
         load()
     assert began[:2] == [0, 1]
     assert len(began) < 500
+
+
+def test_too_little_memory_for_what_a_thread_has_is_said_as_such(monkeypatch):
+    """The worker advises then, and its process ends by a code of its own."""
+
+    def full():
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", MagicMock)
+    monkeypatch.setattr(uploads, "Staging", full)
+    with Uploads(torch.device("cuda", 0)) as threads:
+        begun = threads.start(torch.zeros(2), lambda: [((), stored((2,), np.float32))])
+        with pytest.raises(torch.OutOfMemoryError, match="none left"):
+            begun.result()
