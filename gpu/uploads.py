@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
 
 import numpy as np
 import torch
@@ -19,6 +20,10 @@ Entries = Iterable[tuple[tuple[slice, ...], np.ndarray]]
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 STAGED = 8 << 20
 """Bytes that are on their way to a GPU at once. Two of each thread are page-locked."""
+ROUNDED = 1 << 20
+"""Entries of another dtype that are copied at a time until they are rounded: new memory for all of
+a tensor takes longer than its numbers.
+"""
 
 
 class Uploads:
@@ -111,5 +116,9 @@ def copy(target: torch.Tensor, values: np.ndarray) -> None:
         # As words: numpy copies bfloat16 and float8 one by one, torch by all processors at once.
         words = target.view(WORDS[target.itemsize]).numpy()
         words[...] = values.view(words.dtype)
-    else:
-        target.copy_(from_numpy(np.array(values)))  # torch warns of what is not to be written to
+        return
+    rows = max(1, ROUNDED // max(1, prod(values.shape[1:])))
+    for first in range(0, len(values), rows):
+        some = slice(first, first + rows)
+        # torch warns of what is not to be written to.
+        target[some].copy_(from_numpy(np.array(values[some])))

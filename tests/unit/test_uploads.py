@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from functools import partial
 from unittest.mock import MagicMock
 
@@ -82,6 +83,18 @@ def test_what_is_read_waits_for_what_the_memory_was_used_for(device):
             threads.start(target, lambda: [((), values)]).result()
             assert total.item() == 7.0 * (1 << 20)
             assert np.array_equal(target.cpu().numpy(), values)
+
+
+@pytest.mark.parametrize("shape", [(1 << 13, 1 << 10), (1 << 23,), (3, 1 << 21)])
+def test_what_is_rounded_is_not_held_a_second_time(shape):
+    """Several threads do so at once, with tensors of gigabytes."""
+    values, target = stored(shape, np.float32), torch.zeros(shape, dtype=torch.bfloat16)
+    tracemalloc.start()
+    uploads.copy(target, values)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert torch.equal(target, torch.from_numpy(np.array(values)).bfloat16())
+    assert peak < values.nbytes // 2
 
 
 def test_an_error_ends_all_that_has_not_begun(monkeypatch):
