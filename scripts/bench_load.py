@@ -42,13 +42,17 @@ def write_checkpoint(shape: str, folder: Path) -> None:
     source = Path(model_folder(shape))
     model = load_config(str(source))
     table, random = parameters_of(model), np.random.default_rng(0)
+    if any(":" in part.key for parameter in table for part in parameter.parts):
+        raise ConfigError(f"--shape: got {shape}, all experts of which are one tensor")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as why:
+        raise ConfigError(f"--folder: cannot make {folder}: {why.strerror}") from None
     files: dict[str, str] = {}
     for layer in range(TOP, model.num_layers):
         tensors = {}
         for parameter in (table.top if layer == TOP else table.layer(layer)).values():
             for part, key in zip(parameter.parts, keys(parameter.parts, layer), strict=True):
-                if ":" in key:
-                    raise ConfigError(f"--shape: got {shape}, all experts of which are one tensor")
                 values = random.random(parameter.part_shape(part), np.float32) * 0.04 - 0.02
                 tensors[key] = values.astype(ml_dtypes.bfloat16)
         file = f"model-{layer - TOP + 1:05}.safetensors"
@@ -56,6 +60,12 @@ def write_checkpoint(shape: str, folder: Path) -> None:
         files |= dict.fromkeys(tensors, file)
     (folder / INDEX).write_text(json.dumps({"weight_map": files}))
     shutil.copy(source / "config.json", folder)
+
+
+def check_shape(shape: str, folder: Path) -> None:
+    """Raise ConfigError where the folder has a model of another shape."""
+    if load_config(str(folder)) != load_config(model_folder(shape)):
+        raise ConfigError(f"--shape: got {shape}, and {folder} has weights of another model")
 
 
 def load(folder: str, backend: str) -> dict[str, Any]:
@@ -132,8 +142,9 @@ def main() -> None:
     arguments = parse_arguments()
     folder = arguments.folder
     if not has_weights(folder):
-        folder.mkdir(parents=True, exist_ok=True)
         write_checkpoint(arguments.shape, folder)
+    elif arguments.shape is not None:
+        check_shape(arguments.shape, folder)
     for backend in arguments.backend:
         for _ in range(arguments.repeats):
             if arguments.cold:

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from twinfer.serving.parser import whole_numbers
 from twinfer.serving.program import run_program
 from twinfer.shared.errors import BackendUnavailable, ConfigError
+from twinfer.shared.models.locate import model_folder
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 NO_PROGRAMS = {
@@ -107,6 +109,23 @@ def test_results_of_another_kind_are_said(text, words, tmp_path):
     measured = tmp_path / "out.json"
     measured.write_text(text)
     assert words in complaint("cost_tp.py", "--measured", str(measured))
+
+
+@pytest.mark.parametrize(
+    ("shape", "at", "words"),
+    [
+        ("qwen3-0.6b", "config.json", "--folder: cannot make "),
+        ("qwen3-0.6b", "", "--shape: got qwen3-0.6b, and "),
+        ("gpt-oss-20b", "new", "--shape: got gpt-oss-20b, all experts of which are one tensor"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_written_is_said_at_once(shape, at, words, tmp_path):
+    """A file in the folder's place, one of another model, and nothing is begun to be written."""
+    shutil.copy(Path(model_folder("demo")) / "config.json", tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    said = complaint("bench_load.py", "--shape", shape, "--folder", str(tmp_path / at))
+    assert words in said
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("times", ["5", "0:1", "-1:1", "1:nan", "1:-3", "x:1", ","])
