@@ -14,7 +14,8 @@ import ast
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, distribution, packages_distributions, version
@@ -262,7 +263,7 @@ def _source_of(module: str, name: str | None) -> str:
 def _imports(source: bytes, package: str) -> list[_Import]:
     """What a file imports anywhere in it."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in _statements(ast.parse(source)):
         if isinstance(node, ast.Import):
             found += [_Import(alias.name, None, None) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -273,6 +274,18 @@ def _imports(source: bytes, package: str) -> list[_Import]:
             )
             found += [_Import(base, alias.name, alias.asname or alias.name) for alias in node.names]
     return found
+
+
+def _statements(module: ast.Module) -> Iterator[ast.AST]:
+    """All statements, those within others too. Nine of ten nodes are parts of expressions, where
+    nothing is imported.
+    """
+    todo: deque[ast.AST] = deque([module])
+    while todo:
+        node = todo.popleft()
+        yield node
+        for name in ("body", "handlers", "orelse", "finalbody", "cases"):
+            todo.extend(getattr(node, name, ()))
 
 
 def _spec(module: str) -> Any:
