@@ -16,8 +16,9 @@ MOST_BEGUN = 64
 
 
 def readers() -> int:
-    """How many threads read weights."""
-    return min(READERS, os.cpu_count() or 1)
+    """How many threads read weights: of the processors that this process may run on."""
+    own = getattr(os, "sched_getaffinity", None)  # which Linux alone has
+    return min(READERS, (os.cpu_count() or 1) if own is None else len(own(0)))
 
 
 class Begun(NamedTuple):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twinfer.shared import reading_ahead
 from twinfer.shared.reading_ahead import MOST_BEGUN, READERS, Begun, finish_ahead, readers
 
 SIZES = st.lists(st.integers(0, 60), max_size=200)
@@ -64,6 +64,11 @@ def test_an_error_is_raised_in_its_turn_and_nothing_begins_behind_it():
 
 
 def test_as_many_threads_as_processors(monkeypatch):
+    for count, expected in ((1, 1), (4, 4), (256, READERS)):
+        own = set(range(count))
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, own=own: own, raising=False)
+        assert readers() == expected
+    monkeypatch.delattr(os, "sched_getaffinity")
     for count, expected in ((1, 1), (4, 4), (256, READERS), (None, 1)):
-        monkeypatch.setattr(reading_ahead.os, "cpu_count", lambda count=count: count)
+        monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
         assert readers() == expected
