@@ -162,10 +162,9 @@ FAULTS = (
     # --- what the programs are given
     Fault(
         "square-weights-transposed", "torch", "gpu/weights.py",
-        "        target.copy_(from_numpy(read))",
-        "        value = from_numpy(read)\n"
-        "        square = value.ndim == 2 and value.shape[0] == value.shape[1]\n"
-        "        target.copy_(value.t() if square else value)",
+        "            yield (slice(first, first + len(values)),), values",
+        "            square = len(set(parameter.shape)) == 1 and values.shape == parameter.shape\n"
+        "            yield (slice(first, first + len(values)),), values.T if square else values",
         r"torch:cpu, \w+: weights layer\.0\.",
     ),
     Fault(
