@@ -5,7 +5,7 @@ system's cache gives and a GPU takes (docs/measurements/gpu-start.md).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 
@@ -14,9 +14,8 @@ import torch
 
 from ..ops.namespaces.torch_ import from_numpy
 from ..shared.reading_ahead import readers
+from ..shared.shard_reading import Entries
 
-Entries = Iterable[tuple[tuple[slice, ...], np.ndarray]]
-"""Arrays of the host, and the place in a weight that each belongs to."""
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 STAGED = 8 << 20
 """Bytes that are on their way to a GPU at once. Two of each thread are page-locked."""

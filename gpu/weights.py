@@ -23,16 +23,15 @@ from ..shared.models.table import Parameter, ParameterTable, piece_name
 from ..shared.narrow_checkpoint import open_checkpoint
 from ..shared.progress import Progress
 from ..shared.reading_ahead import Begun, finish_ahead
-from ..shared.shard_reading import shard_entries
+from ..shared.shard_reading import Entries, shard_entries, whole_entries
 from ..shared.weights import (
     check_checkpoint,
     dummy_parameter,
     is_made,
     pieces,
-    read_parts,
 )
 from .module import Decoder
-from .uploads import Entries, Uploads
+from .uploads import Uploads
 
 AHEAD = 1 << 30
 """Bytes of weights that may be read while others are quantised: the device has them beside what
@@ -125,10 +124,7 @@ def _entries(
 ) -> Entries:
     """The entries of a parameter, or of a shard of it, as they lie in the checkpoint."""
     if shard is None:
-        first = 0
-        for values in read_parts(checkpoint, parameter, layer, dtype):
-            yield (slice(first, first + len(values)),), values
-            first += len(values)
+        yield from whole_entries(checkpoint, parameter, layer, dtype)
         return
     placement, entries = _of_shard(parameter, source, shard)
     yield from shard_entries(checkpoint, parameter, placement, layer, entries, dtype)

@@ -162,9 +162,10 @@ FAULTS = (
     # --- what the programs are given
     Fault(
         "square-weights-transposed", "torch", "gpu/weights.py",
-        "            yield (slice(first, first + len(values)),), values",
+        "        yield from whole_entries(checkpoint, parameter, layer, dtype)",
+        "        for where, values in whole_entries(checkpoint, parameter, layer, dtype):\n"
         "            square = len(set(parameter.shape)) == 1 and values.shape == parameter.shape\n"
-        "            yield (slice(first, first + len(values)),), values.T if square else values",
+        "            yield where, values.T if square else values",
         r"torch:cpu, \w+: weights layer\.0\.",
     ),
     Fault(

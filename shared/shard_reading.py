@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -15,7 +15,9 @@ from .models.table import Parameter, keys
 from .weights import parts_in, read_entries, read_parts
 
 Place = tuple[slice, ...]
-"""Where entries belong in a shard, along its first axes."""
+"""Where entries belong in a parameter, or in a shard of it, along its first axes."""
+Entries = Iterable[tuple[Place, np.ndarray]]
+"""Entries of a parameter, and the place of each."""
 Run = tuple[int, int, np.ndarray]
 """Entries `start` to `stop` of an axis of a shard, and what they are."""
 
@@ -33,6 +35,16 @@ def read_shard(
         out[place] = values
 
 
+def whole_entries(
+    checkpoint: Checkpoint, parameter: Parameter, layer: int, dtype: np.dtype[Any]
+) -> Entries:
+    """As `shard_entries`, of all of a parameter: its parts, one behind the other."""
+    first = 0
+    for values in read_parts(checkpoint, parameter, layer, dtype):
+        yield (slice(first, first + len(values)),), values
+        first += len(values)
+
+
 def shard_entries(
     checkpoint: Checkpoint,
     parameter: Parameter,
@@ -40,7 +52,7 @@ def shard_entries(
     layer: int,
     index: tuple[slice, ...],
     dtype: np.dtype[Any],
-) -> Iterator[tuple[Place, np.ndarray]]:
+) -> Entries:
     """All entries of one shard of one layer's parameter, and where each belongs: `index` says which
     entries of the placed shape it has. Raises what `read_parameter` raises, for `dtype`.
     """
@@ -50,10 +62,7 @@ def shard_entries(
         yield (), np.broadcast_to(np.float32(parameter.value), shape)
         return
     if axis is None or source is None:
-        first = 0
-        for values in read_parts(checkpoint, parameter, layer, dtype):
-            yield (slice(first, first + len(values)),), values
-            first += len(values)
+        yield from whole_entries(checkpoint, parameter, layer, dtype)
         return
     entries = source[index[axis]]
     parts, offset = parts_in(checkpoint, parameter, layer), 0
