@@ -17,9 +17,9 @@ from ..shared.reading_ahead import readers
 from ..shared.shard_reading import Entries
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-STAGED = 8 << 20
+STAGING_BYTES = 8 << 20
 """Bytes that are on their way to a GPU at once. Two of each thread are page-locked."""
-ROUNDED = 1 << 20
+ROUNDING_ENTRIES = 1 << 20
 """Entries of another dtype that are copied at a time until they are rounded: new memory for all of
 a tensor takes longer than its numbers.
 """
@@ -84,28 +84,30 @@ class Staging:
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
-        self._buffers = [torch.empty(STAGED, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._copied = [torch.cuda.Event() for _ in self._buffers]
+        self._buffers = [
+            torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+        ]
+        self._events = [torch.cuda.Event() for _ in self._buffers]
         self._next = 0
 
     def put(self, target: torch.Tensor, values: np.ndarray) -> None:
         """Copy values to a weight of the GPU, by as many rows as there is memory for."""
         width = target[0].numel() * target.itemsize if len(target) else 0
-        rows = max(1, STAGED // max(1, width))
+        rows = max(1, STAGING_BYTES // max(1, width))
         for first in range(0, len(target), rows):
             some = slice(first, first + rows)
-            staged = self._staged(target[some])
+            staged = self._buffer_for(target[some])
             copy(staged, values[some])
             target[some].copy_(staged, non_blocking=True)
-            self._copied[self._next].record()
+            self._events[self._next].record()
             self._next = (self._next + 1) % len(self._buffers)
 
-    def _staged(self, like: torch.Tensor) -> torch.Tensor:
+    def _buffer_for(self, like: torch.Tensor) -> torch.Tensor:
         """Memory for such a tensor, once the GPU has what was there."""
         size = like.numel() * like.itemsize
-        if size > STAGED:  # one row
+        if size > STAGING_BYTES:  # one row
             return torch.empty(like.shape, dtype=like.dtype)
-        self._copied[self._next].synchronize()
+        self._events[self._next].synchronize()
         return self._buffers[self._next][:size].view(like.dtype).view(like.shape)
 
 
@@ -116,7 +118,7 @@ def copy(target: torch.Tensor, values: np.ndarray) -> None:
         words = target.view(WORDS[target.itemsize]).numpy()
         words[...] = values.view(words.dtype)
         return
-    rows = max(1, ROUNDED // max(1, prod(values.shape[1:])))
+    rows = max(1, ROUNDING_ENTRIES // max(1, prod(values.shape[1:])))
     for first in range(0, len(values), rows):
         some = slice(first, first + rows)
         # torch warns of what is not to be written to.

@@ -247,7 +247,7 @@ class Checkpoint:
         first, last = start // rows, -(-stop // rows)
         some = self.read_slice(tensor, 0, first, last)
         if view == TRANSPOSED:
-            some = _transposed(some)
+            some = _transpose(some)
         every = some.reshape(len(some) * rows, *some.shape[2:])
         return np.ascontiguousarray(every[start - first * rows :][: stop - start])
 
@@ -396,14 +396,14 @@ def bits_of(values: np.ndarray) -> np.ndarray:
     return values.view(f"u{values.dtype.itemsize}")
 
 
-def taken(values: np.ndarray, places: np.ndarray, axis: int = 0) -> np.ndarray:
+def take(values: np.ndarray, places: np.ndarray, axis: int = 0) -> np.ndarray:
     """`values.take(places, axis)`. numpy takes entries of bfloat16 and float8 one by one, but for
     their bits.
     """
     return bits_of(values).take(places, axis).view(values.dtype)
 
 
-def _transposed(values: np.ndarray) -> np.ndarray:
+def _transpose(values: np.ndarray) -> np.ndarray:
     """[a b c] as [a c b], in new memory, by as many columns at a time as share what is read of the
     memory.
     """

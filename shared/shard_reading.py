@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .checkpoint import Checkpoint, taken
+from .checkpoint import Checkpoint, take
 from .models.placement import Placement, rows_of
 from .models.table import Parameter, keys
 from .weights import parts_in, read_entries, read_parts
@@ -118,4 +118,4 @@ def _gather_mixed(
     values = read(axis, first, int(wanted.max()) + 1)
     for start, stop in _runs(inside):
         if inside[start]:
-            yield start, stop, taken(values, entries[start:stop] - first, axis)
+            yield start, stop, take(values, entries[start:stop] - first, axis)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..ops.reference import quantization
 from ..ops.reference.sampling import hash_tokens
-from .checkpoint import Checkpoint, taken
+from .checkpoint import Checkpoint, take
 from .config import DeviceInfo, ResolvedConfig
 from .errors import CheckpointError, ConfigError
 from .models.config import ModelConfig
@@ -165,7 +165,7 @@ def in_order(part: Part, values: np.ndarray) -> np.ndarray:
     """The rows of a part as the parameter has them. They come in the order of the tensor."""
     if part.order is None:
         return values
-    return taken(values, part.order.tensor_rows(np.arange(part.rows)))
+    return take(values, part.order.tensor_rows(np.arange(part.rows)))
 
 
 def read_entries(

@@ -35,7 +35,7 @@ Put = Callable[[dict[str, jax.Array]], object]
 """Takes arrays by name."""
 Maker = Callable[[range, Put], Iterator[Begun]]
 """Begins to make one parameter of a range of layers, and hands it on once it is there."""
-ALIGNED = 64
+ALIGNMENT = 64
 """Where it does not begin at a multiple of so many bytes, JAX copies an array of the host."""
 AHEAD = 2 << 30
 """Bytes of weights that the host has beside those that it waits for: no more than a device's part
@@ -166,7 +166,7 @@ def _begin_read(
         arrays.append(jax.device_put(part if parameter.layered else part[0], place_of))
 
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        part = _aligned((len(layers), *sharding.shard_shape(shape)[len(stacked) :]), dtype)
+        part = _empty((len(layers), *sharding.shard_shape(shape)[len(stacked) :]), dtype)
         of_layer = index[len(stacked) :]
         reads = [
             pool.submit(read_shard, checkpoint, parameter, placement, layer, of_layer, out)
@@ -181,11 +181,11 @@ def _begin_read(
     yield Begun(0, join)
 
 
-def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     """An array with whatever is there, which JAX's device of the host takes as it lies."""
     size = prod(shape) * dtype.itemsize
-    memory = np.empty(size + ALIGNED, np.uint8)
-    start = -memory.ctypes.data % ALIGNED
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size].view(dtype).reshape(shape)
 
 

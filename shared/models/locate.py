@@ -35,7 +35,7 @@ def model_folder(model: str) -> str:
     if not os.path.isdir(model):
         what = "is not a folder" if os.path.exists(model) else "no such folder"
         if HUB_ID.fullmatch(model):
-            return _downloaded(model, what)
+            return _hub_folder(model, what)
         raise ModelNotFound(
             f"model: {what}: {model[:200]} (a path to a Hugging Face checkpoint, or the word "
             "demo); "
@@ -44,7 +44,7 @@ def model_folder(model: str) -> str:
     return model
 
 
-def _downloaded(model: str, what: str) -> str:
+def _hub_folder(model: str, what: str) -> str:
     """The folder of a model of the Hub in the cache of the library that downloads them, as its
     branch `main` was last. Raises ModelNotFound, which says `what` a folder of this name is.
     """

@@ -43,7 +43,7 @@ def stored(shape, dtype):
 )
 def test_weights_are_the_entries_of_the_arrays(monkeypatch, device, staged, kept, held):
     """Rows that one buffer does not hold too, parts behind one another, columns of others."""
-    monkeypatch.setattr(uploads, "STAGED", staged)
+    monkeypatch.setattr(uploads, "STAGING_BYTES", staged)
     whole, upper, lower, vector = (stored(s, kept) for s in ((37, 90), (50, 33), (14, 33), (1001,)))
     columns = sealed(whole[:, 11:61])
     cases = [
