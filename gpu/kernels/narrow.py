@@ -30,6 +30,7 @@ from .narrow_kernels import (
     narrow_gemv_kernel,
     narrow_kernel,
     quantize_by_kernel,
+    quantize_found_kernel,
     quantize_kernel,
     quantizing_gemv_kernel,
     widen_kernel,
@@ -254,7 +255,7 @@ def linear_fp8(
 ) -> Array:
     """See the op: products of e4m3 in bfloat16, sums in float32."""
     if x_scale is None and quantises(x, weight, weight_scale):
-        return quantizing_gemv(x, weight, weight_scale, bias, getattr(torch, dtype))
+        return quantizing_gemv(x, weight, weight_scale, bias, getattr(torch, dtype))[0]
     if x_scale is None:
         x, x_scale = quantize_fp8_dynamic(x, "row", 0)
     return _product(x, weight, weight_scale, None, x_scale, bias, "fp8", getattr(torch, dtype))
@@ -413,26 +414,53 @@ def quantizing_gemv(
     dtype: torch.dtype,
     *,
     gated: bool = False,
-) -> torch.Tensor:
-    """The product of rows that `quantises` takes, or silu(gate) * up of it if `gated`."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The product of rows that `quantises` takes. If `gated`, silu(gate) * up of it, and the sizes
+    of the largest entries of parts of each row [row part].
+    """
     rows, (n, k) = x.shape[0], weight.shape
     setting, block_k = config("quantizing_gemv", f"{n}x{k}"), power_of_2(k)
     x = _in_words(x)
     scale = (scale if scale.shape[0] == n else scale.expand(n, -1)).contiguous()
     n = n // 2 if gated else n
     out = torch.empty((rows, n), dtype=dtype, device=x.device)
-    if rows == 0:
-        return out
     most = setting["programs"] * processors()
-    held = block_k * (2 * rows if gated else rows)
+    held = block_k * (2 if gated else 1) * max(1, rows)
     block_n = setting.get("block_n") or block_rows(n, setting["entries"] // held, most)
-    quantizing_gemv_kernel[(_programs(triton.cdiv(n, block_n), most),)](
+    programs = _programs(triton.cdiv(n, block_n), most)
+    largest = None
+    if gated:
+        largest = torch.empty((rows, programs), dtype=torch.float32, device=x.device)
+    if rows == 0:
+        return out, largest
+    quantizing_gemv_kernel[(programs,)](
         x, weight.contiguous().view(torch.int32), scale,
-        out if bias is None else bias.contiguous(), out, x.stride(0),
+        out if bias is None else bias.contiguous(), out, scale if largest is None else largest,
+        x.stride(0),
         N=n, K=k, ROWS=rows, HAS_BIAS=bias is not None, GATED=gated, BLOCK_N=block_n,
         WORDS=block_k // 4, num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip
-    return out
+    return out, largest
+
+
+def quantized_by_largest(
+    x: torch.Tensor, largest: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_fp8_dynamic` by row, where the largest entry of a row [row k] is known to be one of
+    `largest` [row part]: the same bits.
+    """
+    (rows, k), found = x.shape, largest.shape[1]
+    values = torch.empty((rows, k), dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    setting = config("quantize_found")
+    block_k = min(setting["block"], power_of_2(k))
+    if rows:
+        quantize_found_kernel[(rows, triton.cdiv(k, block_k))](
+            x, largest, values, scale,
+            K=k, FOUND=found, BLOCK_F=power_of_2(found), BLOCK_K=block_k,
+            num_warps=setting["warps"], **overlap(early=True),
+        )  # fmt: skip
+    return values, scale
 
 
 def _widened(product: Product) -> torch.Tensor:

@@ -210,11 +210,36 @@ def _larger(a, b):
 
 
 @triton.jit
+def _fours(x, j, K: tl.constexpr):
+    """Entries of a row of bfloat16, four at a time. The row lies at a multiple of 8 bytes."""
+    return tl.load(x.to(tl.pointer_type(tl.int64)) + j, mask=j < K // 4, other=0)
+
+
+@triton.jit
+def _fours_in_words(y, of):
+    """Fours of bfloat16 as words of e4m3 with this scale: the bits of `_narrowed`."""
+    # Beyond the largest number of e4m3 the conversion gives that one.
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 a, b, c, d; .reg .b16 x, y; mov.b64 {a, c}, $1; "
+        "and.b32 b, a, 0xFFFF0000; shl.b32 a, a, 16; "
+        "and.b32 d, c, 0xFFFF0000; shl.b32 c, c, 16; "
+        "mul.rn.f32 a, a, $2; mul.rn.f32 b, b, $2; mul.rn.f32 c, c, $2; mul.rn.f32 d, d, $2; "
+        "cvt.rn.satfinite.e4m3x2.f32 x, b, a; cvt.rn.satfinite.e4m3x2.f32 y, d, c; "
+        "mov.b32 $0, {x, y}; }",
+        "=r,l,r",
+        [y, tl.div_rn(1.0, of)],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def _row_in_words(x, j, K: tl.constexpr):
     """(A row of bfloat16 as words j of e4m3, its scale): the bits of `_as_e4m3`, by instructions
-    that take two entries. The row lies at a multiple of 8 bytes.
+    that take two entries.
     """
-    y = tl.load(x.to(tl.pointer_type(tl.int64)) + j, mask=j < K // 4, other=0)
+    y = _fours(x, j, K)
     sizes = tl.inline_asm_elementwise(
         "{ .reg .b32 a, b; mov.b64 {a, b}, $1; "
         "and.b32 a, a, 0x7FFF7FFF; and.b32 b, b, 0x7FFF7FFF; max.bf16x2 $0, a, b; }",
@@ -228,21 +253,7 @@ def _row_in_words(x, j, K: tl.constexpr):
     high = (both & -65536).to(tl.float32, bitcast=True)
     low = (both << 16).to(tl.float32, bitcast=True)
     of = scale_of(tl.maximum(size_of(high), size_of(low)), True)
-    # Beyond the largest number of e4m3 the conversion gives that one.
-    words = tl.inline_asm_elementwise(
-        "{ .reg .b32 a, b, c, d; .reg .b16 x, y; mov.b64 {a, c}, $1; "
-        "and.b32 b, a, 0xFFFF0000; shl.b32 a, a, 16; "
-        "and.b32 d, c, 0xFFFF0000; shl.b32 c, c, 16; "
-        "mul.rn.f32 a, a, $2; mul.rn.f32 b, b, $2; mul.rn.f32 c, c, $2; mul.rn.f32 d, d, $2; "
-        "cvt.rn.satfinite.e4m3x2.f32 x, b, a; cvt.rn.satfinite.e4m3x2.f32 y, d, c; "
-        "mov.b32 $0, {x, y}; }",
-        "=r,l,r",
-        [y, tl.div_rn(1.0, of)],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
-    return words, of
+    return _fours_in_words(y, of), of
 
 
 @triton.jit
@@ -275,9 +286,9 @@ def _sum_of_words(words, a, b, c, d):
 
 @triton.jit
 def quantizing_gemv_kernel(
-    x, weight, scale, bias, out, x_stride, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x, weight, scale, bias, out, largest, x_stride, N: tl.constexpr, K: tl.constexpr,
+    ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr,
+    WORDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (program): each takes every num_programs-th block of the N results. Weights are words of
     e4m3 with a scale for each row. ROWS, 1 or 2, of x are quantised by each program, once. WORDS is
@@ -285,7 +296,8 @@ def quantizing_gemv_kernel(
     register meanwhile.
 
     GATED: the weight has 2 N rows, of N gates and of what goes with them; its results are rounded
-    to the dtype of `out` and go through silu(gate) * up.
+    to the dtype of `out` and go through silu(gate) * up. The size of the largest result that each
+    program has of a row becomes largest [row program].
     """
     j = tl.arange(0, WORDS)
     up, up_scale, up_bias = weight + N * (K // 4), scale + N, bias + N
@@ -299,6 +311,7 @@ def quantizing_gemv_kernel(
     b0, b1, b2, b3, of_b = a0, a1, a2, a3, of_a
     if ROWS > 1:
         b0, b1, b2, b3, of_b = _quantised_row(x + x_stride, j, K)
+    most, most_b = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
     for block in range(tl.program_id(0), tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
         n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         y = _sum_of_words(w, a0, a1, a2, a3) * of_a * of
@@ -313,16 +326,24 @@ def quantizing_gemv_kernel(
         w, of = _words_of_rows(weight, scale, following, j, N, K)
         if GATED:
             u, of_u = _words_of_rows(up, up_scale, following, j, N, K)
-        _put_row(out, n, y, v, bias, up_bias, N, HAS_BIAS, GATED)
+        size = _put_row(out, n, y, v, bias, up_bias, N, HAS_BIAS, GATED)
+        if GATED:
+            most = tl.maximum(most, size)
         if ROWS > 1:
-            _put_row(out + N, n, z, t, bias, up_bias, N, HAS_BIAS, GATED)
+            size = _put_row(out + N, n, z, t, bias, up_bias, N, HAS_BIAS, GATED)
+            if GATED:
+                most_b = tl.maximum(most_b, size)
+    if GATED:
+        tl.store(largest + tl.program_id(0), tl.max(most, 0))
+        if ROWS > 1:
+            tl.store(largest + tl.num_programs(0) + tl.program_id(0), tl.max(most_b, 0))
 
 
 @triton.jit
 def _put_row(
     out, n, y, up, bias, up_bias, N: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr
 ):
-    """Results n, and those of what goes with them, to their place."""
+    """Results n, and those of what goes with them, to their place; their sizes."""
     dtype: tl.constexpr = out.dtype.element_ty
     if HAS_BIAS:
         y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
@@ -331,6 +352,7 @@ def _put_row(
     if GATED:
         y = gated(y.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32))
     tl.store(out + n, y.to(dtype), mask=n < N)
+    return size_of(y.to(dtype).to(tl.float32))
 
 
 @triton.jit
@@ -601,3 +623,30 @@ def quantize_by_kernel(
     of = tl.load(scale + row * scale_stride)
     found = _narrowed(y * tl.div_rn(1.0, of), FP8)
     tl.store(values + row * K + at, found, mask=at < K)
+
+
+@triton.jit
+def quantize_found_kernel(
+    x, largest, values, scale, K: tl.constexpr, FOUND: tl.constexpr, BLOCK_F: tl.constexpr,
+    BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (row, block of k): to e4m3 by the scale of the largest of FOUND sizes in largest
+    [row FOUND], which becomes that of the row. The bits of `quantize_kernel`.
+    """
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_K
+    f = tl.arange(0, BLOCK_F)
+    wait(OVERLAP)
+    found = tl.load(largest + row * FOUND + f, mask=f < FOUND, other=0.0)
+    if ASSEMBLED & (K % 4 == 0) & (x.dtype.element_ty == tl.bfloat16):
+        j = first // 4 + tl.arange(0, BLOCK_K // 4)
+        y = _fours(x + row * K, j, K)
+        of = scale_of(tl.max(found, 0), True)
+        out = values.to(tl.pointer_type(tl.int32)) + row * (K // 4)
+        tl.store(out + j, _fours_in_words(y, of), mask=j < K // 4)
+    else:
+        at = first + tl.arange(0, BLOCK_K)
+        y = tl.load(x + row * K + at, mask=at < K, other=0.0).to(tl.float32)
+        of = scale_of(tl.max(found, 0), True)
+        tl.store(values + row * K + at, _narrowed(y * tl.div_rn(1.0, of), True), mask=at < K)
+    if tl.program_id(1) == 0:
+        tl.store(scale + row, of)

@@ -23,6 +23,7 @@ from .narrow import (
     prepared,
     quantises,
     quantize_fp8_dynamic,
+    quantized_by_largest,
     quantizing_gemv,
     refused_groups,
     takes_grouped,
@@ -138,8 +139,8 @@ def _mlp(
     weights = (gate_up, gate_up_scale, gate_up_bias)
     # One program would take a row through the activation: longer than the quantisation alone.
     if quantises(x, gate_up, gate_up_scale):
-        hidden = quantizing_gemv(x, *weights, x.dtype, gated=True)
-        values, scale = quantize_fp8_dynamic(hidden, "row", 0)
+        hidden, largest = quantizing_gemv(x, *weights, x.dtype, gated=True)
+        values, scale = quantized_by_largest(hidden, largest)
     else:
         tokens, of = quantize_fp8_dynamic(x, "row", 0)
         hidden = _few_gated(tokens, of, *weights, x.dtype)

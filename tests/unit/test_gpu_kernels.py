@@ -823,11 +823,12 @@ def test_triton_products_that_quantise_tokens(kernels, device, rows, k):
 @pytest.mark.parametrize("k", [24, 130, 480])
 def test_triton_quantises_bfloat16_as_float32(kernels, device, k, first):
     """Rows of bfloat16 go through instructions that take two entries: the bits of the same rows in
-    float32, which do not. Also where a row begins between two words.
+    float32, which do not. Also where a row begins between two words, and by a largest entry that is
+    known.
     """
     import torch
 
-    from twinfer.gpu.kernels.narrow import quantize_fp8_dynamic
+    from twinfer.gpu.kernels.narrow import quantize_fp8_dynamic, quantized_by_largest
 
     rng = np.random.default_rng(k)
     x = rng.normal(size=(9, k + first)) * 2.0 ** rng.integers(-8, 8, (9, 1))
@@ -836,9 +837,15 @@ def test_triton_quantises_bfloat16_as_float32(kernels, device, k, first):
     x[7], x[8, k - 1] = np.nan, -3e38
     x = torch.from_numpy(x).to(device, torch.bfloat16)[:, first:]
     values, scale = quantize_fp8_dynamic(x, "row", 0)
-    same, of = quantize_fp8_dynamic(x.to(torch.float32), "row", 0)
-    assert torch.equal(scale.view(torch.int32), of.view(torch.int32))
-    assert torch.equal(values.view(torch.uint8), same.view(torch.uint8))
+    wide = x.to(torch.float32)
+    largest = torch.where(wide.isnan(), 0.0, wide.abs().clamp(max=torch.finfo(wide.dtype).max))
+    for same, of in (
+        quantize_fp8_dynamic(wide, "row", 0),
+        quantized_by_largest(x.contiguous(), largest),
+        quantized_by_largest(wide.contiguous(), largest),
+    ):
+        assert torch.equal(scale.view(torch.int32), of.view(torch.int32))
+        assert torch.equal(values.view(torch.uint8), same.view(torch.uint8))
 
 
 @pytest.mark.parametrize(("dim", "inter"), [(96, 45), (96, 208), (120, 45), (128, 208)])
