@@ -46,9 +46,8 @@ FP8_FLOAT16 = gl.constexpr(
     cvt.rn.f16x2.e4m3x2 a, x; cvt.rn.f16x2.e4m3x2 b, y;
     mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; }"""
 )
-# Numbers of e2m1 become bfloat16 of 2^-126 their size, the least of which has no exponent. Times
-# a scale of two parts of which the first is so short that its product is exact: rounded once.
-FP4_BFLOAT16 = gl.constexpr(
+# Numbers of e2m1 become bfloat16 of 2^-126 their size, the least of which has no exponent.
+FP4_NUMBERS = gl.constexpr(
     """{ .reg .b32 a, b, c, d, t, big;
     mov.b32 big, 0x7E807E80;
     shl.b32 a, $8, 6; shl.b32 t, $8, 12;
@@ -61,11 +60,18 @@ FP4_BFLOAT16 = gl.constexpr(
     and.b32 t, $8, 0x80008000; lop3.b32 d, d, 0x01C001C0, t, 0xEA;
     mul.rn.bf16x2 a, a, big; mul.rn.bf16x2 b, b, big;
     mul.rn.bf16x2 c, c, big; mul.rn.bf16x2 d, d, big;
-    mul.rn.bf16x2 t, a, $9; fma.rn.bf16x2 a, a, $10, t;
+    mov.b32 {$0, $4}, a; mov.b32 {$1, $5}, b; mov.b32 {$2, $6}, c; mov.b32 {$3, $7}, d; }"""
+)
+# Times a scale of two parts of which the first is so short that its product is exact: rounded once.
+FP4_SCALED = gl.constexpr(
+    FP4_NUMBERS.value.replace(
+        "    mov.b32 {$0",
+        """    mul.rn.bf16x2 t, a, $9; fma.rn.bf16x2 a, a, $10, t;
     mul.rn.bf16x2 t, b, $9; fma.rn.bf16x2 b, b, $10, t;
     mul.rn.bf16x2 t, c, $9; fma.rn.bf16x2 c, c, $10, t;
     mul.rn.bf16x2 t, d, $9; fma.rn.bf16x2 d, d, $10, t;
-    mov.b32 {$0, $4}, a; mov.b32 {$1, $5}, b; mov.b32 {$2, $6}, c; mov.b32 {$3, $7}, d; }"""
+    mov.b32 {$0""",
+    )
 )
 
 
@@ -123,15 +129,23 @@ def _by_word(a, b, c, d, e, f, g, h, ROWS: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def fp4_numbers(words, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """Words [warp row 4 4] of e2m1 as bfloat16 [warp row STEP] in the order of `_int4_operand`."""
+    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+        FP4_NUMBERS, "=h,=h,=h,=h,=h,=h,=h,=h,r", [words], dtype=(gl.bfloat16,) * 8, is_pure=True,
+        pack=1,
+    )  # fmt: skip
+    return _by_word(a, b, c, d, e, f, g, h, ROWS, WARPS)
+
+
+@gluon.jit
 def fp4_operand(words, scale, ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """Words [warp row 4 4] of e2m1 times scales [warp row 4 1] float32, one for a thread's 32
-    entries, as bfloat16 [warp row STEP] in the order of `_int4_operand`.
-    """
+    """`fp4_numbers` times scales [warp row 4 1] float32, one for a thread's 32 entries."""
     high = (scale.to(gl.int32, bitcast=True) >> 16) & 0xFFFC
     rest = scale - (high << 16).to(gl.float32, bitcast=True)
     low = rest.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
     a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-        FP4_BFLOAT16,
+        FP4_SCALED,
         "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
         [words, high * 0x10001, low * 0x10001],
         dtype=(gl.bfloat16,) * 8,

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._layouts import DistributedLinearLayout
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from .fragment_kernel import STEP, fp4_operand, step_layout, tokens_operand
+from .fragment_kernel import STEP, fp4_numbers, fp4_operand, step_layout, tokens_operand
 from .moe_narrow_kernels import _between
 from .overlap import wait
 
@@ -39,11 +39,15 @@ def _words(warps, rows):
 def _sums(
     weight, scale, of_weight, real, x, of_x, x_real, K: gl.constexpr, PARTS: gl.constexpr,
     M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
-    LAYOUT: gl.constexpr, TOKENS: gl.constexpr,
+    LAYOUT: gl.constexpr, TOKENS: gl.constexpr, ONE: gl.constexpr,
 ):  # fmt: skip
     """Sums [warp n m] float32 of each warp over its part of k: of rows `of_weight` [warp n 1 1]
     of the weight by rows at `of_x` [warp m 1] of x. Warp w takes the steps w % PARTS, then every
     PARTS-th.
+
+    ONE: x has one row, `of_x` is [warp 1 1], and the sum of row n is that of [n m] over m. Each
+    column of the right operand has the entries of one group of a step and zeros, so that sums are
+    those of groups, and scales are for these.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -59,7 +63,13 @@ def _sums(
     x_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, TOKENS)))[:, None, None]
     i = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(1, TOKENS)))[None, None, :]
     at = x_w % PARTS * STEP + i
-    total = gl.zeros([WARPS, BLOCK_N, M], gl.float32, layout=mma)
+    if ONE:
+        # A thread that has the sums of a column has read the scales of that group.
+        m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))[None, :, None]
+        x_real = x_real & (m == i // GROUP * (M // 4))
+    nothing = gl.zeros([WARPS, BLOCK_N, M], gl.float32, layout=mma)
+    by_group = nothing.reshape([WARPS, BLOCK_N, 4, M // 4])
+    total = nothing
     asked, shares = (), ()
     for s in gl.static_range(steps + AHEAD):
         if s < steps:
@@ -68,12 +78,22 @@ def _sums(
             asked += (gl.load(here, mask=inside, other=0, cache_modifier=".cg"),)  # type: ignore[assignment]
             shares += (gl.load(scales + s * (PARTS * 4), mask=inside, other=0.0),)  # type: ignore[assignment]
         if s >= AHEAD:
-            a = fp4_operand(asked[s - AHEAD], shares[s - AHEAD], BLOCK_N, WARPS)
+            if ONE:
+                a = fp4_numbers(asked[s - AHEAD], BLOCK_N, WARPS)
+            else:
+                a = fp4_operand(asked[s - AHEAD], shares[s - AHEAD], BLOCK_N, WARPS)
             a = gl.convert_layout(a, left, assert_trivial=True)
             k = at + (s - AHEAD) * (PARTS * STEP)
             b = tokens_operand(x + of_x + k, x_real & (k < K), "fp4", M, WARPS)
             b = gl.convert_layout(b, right, assert_trivial=True)
-            total = mma_v2(a, b, total)
+            if ONE:
+                now = mma_v2(a, b, nothing).reshape([WARPS, BLOCK_N, 4, M // 4])
+                share = gl.convert_layout(shares[s - AHEAD], now.type.layout, assert_trivial=True)
+                by_group += now * share
+            else:
+                total = mma_v2(a, b, total)
+    if ONE:
+        total = by_group.reshape([WARPS, BLOCK_N, M])
     return total
 
 
@@ -122,17 +142,26 @@ def expert_kernel(
         rows: gl.constexpr = 2 * N if GATED else N
         row = n // 2 + n % 2 * N if GATED and not CLAMPED else n
         row = expert.to(gl.int64) * rows + row
-        m = first + gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))
-        choice = gl.load(order + m, mask=m < stop, other=0) if SORTED else m
-        of_x = (choice // TOP_K if GATED else m).to(gl.int64) * x_stride
+        of_weight = row[None, :, None, None]
+        real = (n < rows)[None, :, None, None]
+        if SORTED:
+            m = first + gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))
+            choice = gl.load(order + m, mask=m < stop, other=0)
+            of_x = ((choice // TOP_K if GATED else m).to(gl.int64) * x_stride)[None, :, None]
+            x_real = (m < stop)[None, :, None]
+        else:
+            of_x = (block // TOP_K if GATED else block).to(gl.int64) * x_stride
+            x_real = True
         total = _sums(
-            weight, scale, row[None, :, None, None], (n < rows)[None, :, None, None], x,
-            of_x[None, :, None], (m < stop)[None, :, None], K, WARPS, M, BLOCK_N, WARPS, AHEAD,
-            LAYOUT, TOKENS,
+            weight, scale, of_weight, real, x, of_x, x_real, K, WARPS, M, BLOCK_N, WARPS, AHEAD,
+            LAYOUT, TOKENS, not SORTED,
         )  # fmt: skip
         # Two rows of the weight, gate and up, are one thread's.
         results: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+        columns: gl.constexpr = M if SORTED else 1
         end_layout: gl.constexpr = gl.BlockedLayout([2, 1], [4, 8], [WARPS, 1], [0, 1])
+        if not SORTED:
+            total = gl.expand_dims(gl.sum(total, 2), 2)
         y = gl.convert_layout(gl.sum(total, 0), end_layout)
         line_n = gl.program_id(0) * BLOCK_N + gl.arange(
             0, BLOCK_N, layout=gl.SliceLayout(1, end_layout)
@@ -142,11 +171,11 @@ def expert_kernel(
             of_bias = bias + expert.to(gl.int64) * rows + at
             y += gl.load(of_bias, mask=line_n < rows, other=0.0).to(gl.float32)[:, None]
         if GATED:
-            pairs = y.reshape([results, 2, M]).permute([0, 2, 1])
+            pairs = y.reshape([results, 2, columns]).permute([0, 2, 1])
             gate, up = gl.split(pairs)
             y = _between(gate, up, alpha, limit, CLAMPED, False)
         to: gl.constexpr = y.type.layout
-        out_m = first + gl.arange(0, M, layout=gl.SliceLayout(0, to))
+        out_m = first + gl.arange(0, columns, layout=gl.SliceLayout(0, to))
         out_n = gl.program_id(0) * results + gl.arange(0, results, layout=gl.SliceLayout(1, to))
         target = out_m
         if SORTED and not GATED:
@@ -175,7 +204,6 @@ def token_down_kernel(
     M: gl.constexpr = 8
     LAYOUT: gl.constexpr = _words(WARPS, BLOCK_N)
     TOKENS: gl.constexpr = step_layout(WARPS, M, 5, False)
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     t = gl.program_id(1)
     of_w: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
     of_n: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
@@ -184,30 +212,25 @@ def token_down_kernel(
     expert = _chosen(experts, t, w // PARTS, TOP_K)[:, None, None, None]
     row = expert.to(gl.int64) * N + n[None, :, None, None]
     real = (n < N)[None, :, None, None] & (expert >= 0) & (expert < EXPERTS)
-    m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))[None, :, None]
     x_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, TOKENS)))[:, None, None]
     of_x = (t * TOP_K + x_w // PARTS).to(gl.int64) * K
     own = _chosen(experts, t, x_w // PARTS, TOP_K)
-    total = _sums(
-        weight, scale, row, real, hidden, of_x, (m < 1) & (own >= 0) & (own < EXPERTS), K, PARTS,
-        M, BLOCK_N, WARPS, AHEAD, LAYOUT, TOKENS,
+    sums = _sums(
+        weight, scale, row, real, hidden, of_x, (own >= 0) & (own < EXPERTS), K, PARTS, M, BLOCK_N,
+        WARPS, AHEAD, LAYOUT, TOKENS, True,
     )  # fmt: skip
-    sum_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None]
-    sum_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
-    sum_n = (gl.program_id(0) * BLOCK_N + sum_n)[None, :]
+    total = gl.sum(sums, 2)
+    of_total: gl.constexpr = total.type.layout
+    sum_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, of_total))[:, None]
+    sum_n = gl.program_id(0) * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, of_total))
     of = _chosen(experts, t, sum_w // PARTS, TOP_K)
     valid = (of >= 0) & (of < EXPERTS)
     if HAS_BIAS:
         # One warp of each choice adds it.
-        has = valid & (sum_w % PARTS == 0) & (sum_n < N)
-        added = gl.load(bias + of.to(gl.int64) * N + sum_n, mask=has, other=0.0)
-        total += added.to(gl.float32)[:, :, None]
+        has = valid & (sum_w % PARTS == 0) & (sum_n < N)[None, :]
+        added = gl.load(bias + of.to(gl.int64) * N + sum_n[None, :], mask=has, other=0.0)
+        total += added.to(gl.float32)
     share = gl.load(weights + t * TOP_K + sum_w // PARTS, mask=valid, other=0.0)
-    total = gl.where(valid[:, :, None], total * share[:, :, None], 0.0)
-    y = gl.sum(total, 0)
-    out_n = gl.program_id(0) * BLOCK_N + gl.arange(
-        0, BLOCK_N, layout=gl.SliceLayout(1, gl.SliceLayout(0, mma))
-    )
-    out_m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(0, mma)))
-    place = out + t.to(gl.int64) * N + out_n[:, None] + out_m[None, :] * 0
-    gl.store(place, y.to(out.dtype.element_ty), mask=(out_n < N)[:, None] & (out_m < 1)[None, :])
+    y = gl.sum(gl.where(valid, total * share, 0.0), 0)
+    out_n = gl.program_id(0) * BLOCK_N + gl.arange(0, BLOCK_N, layout=y.type.layout)
+    gl.store(out + t.to(gl.int64) * N + out_n, y.to(out.dtype.element_ty), mask=out_n < N)
