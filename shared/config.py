@@ -311,6 +311,7 @@ def resolve(
             ("decode_steps", config.decode_steps, 1),
             ("kv_cache_dtype", cache, dtype),
             ("page_groups", config.page_groups, True),
+            ("aot_folder", config.aot_folder, None),  # its programs give no streams
         ):
             if value != kept:
                 raise ConfigError(f"capture: keeps steps with {name} {kept}, got {value}")
@@ -491,18 +492,16 @@ class _Defaults:
 def _usable_demand(config: EngineConfig, demand: Demand) -> Demand:
     """`demand` without what would contradict explicit options.
 
-    Stored programs are those of a certain table, and who names sizes of programs names them for the
-    defaults.
+    Stored programs are those of a table of certain sizes, of which a start reads what it needs, and
+    who names sizes of programs names them for the defaults.
     """
-    if config.aot_folder is not None:
-        return ANYTHING
     named = config.compilation()
     sizes = (
         config.decode_sizes, config.mixed_sizes, named.cudagraph_capture_sizes,
         named.cuda_graph_sizes,
         named.compile_sizes, named.compile_ranges,
     )  # fmt: skip
-    if any(size is not None for size in sizes):
+    if config.aot_folder is not None or any(size is not None for size in sizes):
         return replace(demand, requests=None, prompt_tokens=None)
     return demand
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import stat
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -42,6 +43,19 @@ one counts.
 NOT_SIZES = ("raw_hash", "eos_token_ids", "image_token_ids", "left_out")
 """Fields of a model that change no program."""
 
+OPTIONS_OF = {
+    "plan_hash": "op_priority, enable_ops, row_invariant",
+    "model": "config.json, quantization",
+    "sources": "this release",
+    "num_pages": "kv_cache_memory, memory_utilization, what else holds memory",
+    "devices": "tensor_parallel_size, the machine",
+    "places": "tensor_parallel_size, the machine",
+    "streams": "comparisons",
+}
+"""What the parts of a key come from, where their names do not say it."""
+LINE = 60
+"""Letters of a value in an error."""
+
 
 def key(
     model: ModelConfig, config: ResolvedConfig, plan_hash: str, mesh: Mesh, num_pages: int
@@ -53,13 +67,20 @@ def key(
         "sources": source_hash(ladder.jobs, "jax"),
         "versions": {name: _version(name) for name in ("jax", "jaxlib", "libtpu")},
         "devices": [device.device_kind for device in mesh.devices.flat],
-        "places": [list(getattr(device, "coords", ())) for device in mesh.devices.flat],
+        "places": [_place(device) for device in mesh.devices.flat],
         "num_pages": num_pages,
+        "streams": config.demand.streams,
         "config": {
             f.name: getattr(config, f.name) for f in fields(config) if f.name not in NOT_SHAPING
         },
         "model": hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest(),
     }
+
+
+def _place(device: Any) -> list[int]:
+    """Where a device is: its id, by which an executable knows it, its chip, and its core there."""
+    core = getattr(device, "core_on_chip", None)
+    return [device.id, *getattr(device, "coords", ()), *(() if core is None else (core,))]
 
 
 def _version(name: str) -> str:
@@ -137,14 +158,26 @@ class Reader:
             )
         return number
 
+    def check(self, key: dict[str, Any], names: Iterable[str]) -> None:
+        """Raise ConfigError unless the executables were compiled for `key`, and those of all
+        `names` are there.
+        """
+        if different := self.differences(key):
+            raise ConfigError(
+                f"aot_folder: {self._folder} was compiled for another {'; '.join(different)}"
+            )
+        needed = list(names)
+        if missing := [name for name in needed if name not in self._files]:
+            raise ConfigError(
+                f"aot_folder: {self._folder} has no program {', '.join(missing)}, of the "
+                f"{len(needed)} that this start needs; `twinfer aot --out` writes all"
+            )
+
     def differences(self, key: dict[str, Any]) -> list[str]:
-        """What of `key` the executables were not compiled for; empty if they fit."""
-        here = json.loads(json.dumps(key))
-        return [
-            name
-            for name in sorted(here.keys() | self._key.keys())
-            if here.get(name) != self._key.get(name)
-        ]
+        """What of `key` the executables were not compiled for, with both values; empty if they
+        fit.
+        """
+        return _differences(json.loads(json.dumps(key)), self._key)
 
     def load(self, job: Job, devices: list[Any]) -> Any:
         """The executable of a job, on `devices`. Raises ConfigError if it is missing or not the
@@ -159,9 +192,16 @@ class Reader:
             )
         inputs = jax.tree.structure((job.arguments, {}))
         results = jax.tree.structure(jax.eval_shape(job.function, *job.arguments))
-        return serialize_executable.deserialize_and_load(
-            payload, inputs, results, execution_devices=devices
-        )
+        try:
+            return serialize_executable.deserialize_and_load(
+                payload, inputs, results, devices[0].client, devices
+            )
+        except Exception as error:  # of several kinds, by what the runtime says
+            why = (str(error).splitlines() or [""])[0]
+            raise ConfigError(
+                f"aot_folder: {self._folder / job.name}.bin cannot be loaded here "
+                f"({type(error).__name__}: {why}); without aot_folder programs are compiled"
+            ) from error
 
     def _read(self, name: str) -> bytes:
         path = self._folder / name
@@ -170,6 +210,26 @@ class Reader:
             return path.read_bytes()
         except OSError as error:
             raise ConfigError(f"aot_folder: cannot read {path}: {error.strerror}") from None
+
+
+def _differences(here: dict[str, Any], there: dict[str, Any], within: str = "") -> list[str]:
+    found = []
+    for name in sorted(here.keys() | there.keys()):
+        own, other = here.get(name), there.get(name)
+        if own == other:
+            continue
+        if isinstance(own, dict) and isinstance(other, dict):
+            found += _differences(own, other, f"{within}{name}.")
+            continue
+        of = f" (of {OPTIONS_OF[name]})" if name in OPTIONS_OF else ""
+        found.append(f"{within}{name}{of}: {_short(other)} there, {_short(own)} here")
+    return found
+
+
+def _short(value: Any) -> str:
+    """A value of a key for a line, the middle of long lists left out."""
+    words = json.dumps(value)
+    return words if len(words) <= LINE else f"{words[: LINE // 2]}...{words[-LINE // 2 :]}"
 
 
 def _check_owner(option: str, path: Path) -> None:

@@ -17,7 +17,7 @@ from ..shared.backends import has_nvidia, has_tpu
 from ..shared.config import DeviceInfo, host_memory, parse_device
 from ..shared.errors import BackendUnavailable, ConfigError
 from ..shared.waiting import waiting
-from .chips import CHIPS, Chip
+from .chips import BY_KIND, CHIPS, OTHER_NAMES, Chip
 
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
 FIBERS = "--fibers_default_thread_stack_size"
@@ -68,6 +68,12 @@ def memory_of(device: jax.Device) -> tuple[int, int]:
     """Bytes that a device lets programs use, and those in use."""
     stats = device.memory_stats() or {}
     return stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
+
+
+def compiled_memory(kind: str) -> int:
+    """Bytes that the compiler lets a program use on a TPU of a kind; 0 if it is not known."""
+    chip = BY_KIND.get(OTHER_NAMES.get(kind, kind))
+    return 0 if chip is None else chip.hbm
 
 
 def devices(device: str) -> list[jax.Device]:

@@ -46,7 +46,7 @@ from .compilation_cache import use_cache
 from .kv_buffer import as_buffer, as_heads, page_bytes
 from .ladder import describe, jobs, program_model
 from .plans import make_plans
-from .platforms import devices_of, find_device, memory_of
+from .platforms import compiled_memory, devices_of, find_device, memory_of
 from .programs import loop_sampler, loop_samplers
 from .sharding import lying_in_rows, make_mesh, on
 from .state import State, initial_state
@@ -196,15 +196,19 @@ class JaxWorker:
         cache is known.
         """
         page, config = self.page_bytes(), self.config
-        if self.device.platform == "cpu":
-            return HOST_MEMORY_FOR_KV
-        memory = [memory_of(device) for device in self._mesh.local_devices]
-        allowed = min(int(limit * config.memory_utilization) for limit, _ in memory)
-        used = max(used for _, used in memory)
+        stored = None
         if config.aot_folder is not None:
-            # What fits was found when they were compiled.
-            wanted = executables.Reader(config.aot_folder).num_pages * page
-            return min(wanted, allowed - used - page)
+            stored = executables.Reader(config.aot_folder).num_pages * page
+        if self.device.platform == "cpu":
+            return HOST_MEMORY_FOR_KV if stored is None else stored
+        memory = [memory_of(device) for device in self._mesh.local_devices]
+        limit, used = min(limit for limit, _ in memory), max(used for _, used in memory)
+        if stored is not None:
+            # What fits was found when they were compiled, by the compiler's word on the memory, of
+            # which a runtime offers some megabytes less.
+            counted = max(limit, compiled_memory(self.device.name))
+            return min(stored, int(counted * config.memory_utilization) - used - page)
+        allowed = int(limit * config.memory_utilization)
         if self.device.platform != "tpu":
             return allowed - used - step_temporaries(self._loaded, config) - page
         least = request_pages(self._loaded, config)
@@ -239,7 +243,7 @@ class JaxWorker:
         """Compile every program in a thread pool."""
         work = jobs(self._model, table, self._shapes, self._dtype, self._mesh)
         reports: list[ProgramReport] = []
-        stored = self._stored()
+        stored = self._stored([job.name for job in work.values()])
         known = footprint.reusable(self._built, work)
         self._built = {}
         built = compilation.compile_all(work, self._mesh, self._plans.hash, progress, stored, known)
@@ -252,21 +256,17 @@ class JaxWorker:
         self._is_ready, self._num_late = True, 0
         return reports
 
-    def _stored(self) -> executables.Reader | None:
+    def _stored(self, names: Sequence[str]) -> executables.Reader | None:
         """The executables of `aot_folder`. Raises ConfigError unless they are for exactly this
-        engine and machine.
+        engine and machine, and all `names` among them.
         """
-        folder = self.config.aot_folder
-        if folder is None:
+        if self.config.aot_folder is None:
             return None
-        reader = executables.Reader(folder)
+        reader = executables.Reader(self.config.aot_folder)
         key = executables.key(
             self._loaded, self.config, self._plans.hash, self._mesh, self._num_pages
         )
-        if different := reader.differences(key):
-            raise ConfigError(
-                f"aot_folder: {folder} was compiled for another {', '.join(different)}"
-            )
+        reader.check(key, names)
         return reader
 
     def _run_once(self, descriptor: Descriptor) -> None:

@@ -15,7 +15,7 @@ from math import prod
 import pytest
 
 SCRIPT = """
-import json, os, sys
+import hashlib, json, os, sys
 import jax
 from twinfer.shared.config import EngineConfig
 from twinfer.shared.demand import ANYTHING, Demand
@@ -64,15 +64,58 @@ def refused(**options):
         return str(error)
 
 
-def stored(folder):
-    engine, first = start()
+def write(engine, folder):
     worker = engine.worker
     key = executables.key(model, engine.config, worker.plans().hash, worker._mesh, engine.report.num_pages)
     writer = executables.Writer(folder, key)
     for program in worker._programs.values():
         writer.add(program.name, program.compiled)
     writer.finish()
+
+
+def with_manifest(folder, change):
+    # What a start says of a manifest that was changed.
+    path = os.path.join(folder, "manifest.json")
+    with open(path) as file:
+        before = file.read()
+    changed = json.loads(before)
+    change(changed)
+    with open(path, "w") as file:
+        json.dump(changed, file)
+    said = refused(aot_folder=folder)
+    with open(path, "w") as file:
+        file.write(before)
+    return said
+
+
+def stored(folder):
+    engine, first = start()
+    write(engine, folder)
     out = {"first": first, "second": start(aot_folder=folder)[1]}
+    greedy = Demand.of([(6, SamplingParams(temperature=0))])
+    out["of greedy"] = start(greedy, aot_folder=folder)[1]
+    out["own pages"] = start(aot_folder=folder, num_pages=None, enable_prefix_caching=False)[1]
+    narrow, out["narrow"] = start(greedy)
+    write(narrow, folder + "-narrow")
+    out["both narrow"] = refused(demand=greedy, aot_folder=folder + "-narrow")
+    out["wider"] = refused(aot_folder=folder + "-narrow")
+    out["camera"] = refused(aot_folder=folder, capture="somewhere,step=1")
+    out["version"] = with_manifest(folder, lambda m: m["key"]["versions"].update(jax="0.1"))
+    out["place"] = with_manifest(folder, lambda m: m["key"].update(places=[[3]]))
+    name = first["programs"][0]
+    whole = os.path.join(folder, name + ".bin")
+    os.rename(whole, whole + "-")
+    out["no file"] = refused(aot_folder=folder)
+    os.rename(whole + "-", whole)
+    # A file that is as it was written, and no program.
+    with open(whole, "rb") as file:
+        kept = file.read()
+    with open(whole, "wb") as file:
+        file.write(kept[:1000])
+    digest = hashlib.sha256(kept[:1000]).hexdigest()
+    out["no program"] = with_manifest(folder, lambda m: m["sha256"].update({name: digest}))
+    with open(whole, "wb") as file:
+        file.write(kept)
     out["length"] = refused(aot_folder=folder, max_model_len=24)
     out["pages"] = refused(aot_folder=folder, num_pages=17)
     for name in ("", "manifest.json"):
@@ -100,6 +143,9 @@ if what == "aot":
 else:
     print(json.dumps(cached(compilation_cache_dir="none") if what == "off" else cached()))
 """
+
+
+GREEDY_PROGRAMS = ["backbone_decode_8", "backbone_mixed_16", "update", "sample_greedy_8"]
 
 
 def run(what, folder):
@@ -139,21 +185,38 @@ def test_an_engine_starts_from_stored_programs_and_compiles_none(aot):
     assert second["late"] == 0
 
 
+def test_an_engine_reads_the_programs_that_it_needs(aot):
+    """Of a folder with all, and of one that an engine with the same demand has built."""
+    built = aot["narrow"]
+    assert built["programs"] == GREEDY_PROGRAMS
+    for what in ("of greedy", "both narrow"):
+        assert aot[what]["programs"] == GREEDY_PROGRAMS
+        assert aot[what]["tokens"] == built["tokens"]
+        assert aot[what]["late"] == 0
+
+
+def test_the_cache_is_that_of_the_folder_where_nobody_gives_a_size(aot):
+    assert aot["own pages"]["tokens"] == aot["first"]["tokens"]
+
+
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        ("length", "was compiled for another config"),
-        ("pages", "was compiled for another num_pages"),
+        ("length", "was compiled for another config.max_model_len: 32 there, 24 here"),
+        ("pages", "was compiled for another num_pages .*: 16 there, 17 here"),
+        ("version", r'another versions.jax: "0.1" there, "[\d.]+" here'),
+        ("place", r"another places .*: \[\[3\]\] there, \[\[0\]\] here"),
+        ("wider", "has no program take_rows_16, .*, of the 11 that this start needs"),
+        ("camera", "capture: keeps steps with aot_folder None, got .*programs"),
+        ("no file", "cannot read .*backbone_decode_8.bin: No such file"),
+        ("no program", r"backbone_decode_8.bin cannot be loaded here \("),
         ("writable ", "writable by no other"),
         ("writable manifest.json", "manifest.json must belong to this user or root"),
         ("changed", "is not the file that the manifest names"),
     ],
 )
 def test_what_does_not_fit_or_is_not_trusted_is_refused(aot, what, why):
-    assert why in aot[what]
-
-
-GREEDY_PROGRAMS = ["backbone_decode_8", "backbone_mixed_16", "update", "sample_greedy_8"]
+    assert re.search(why, aot[what]), aot[what]
 
 
 def entries(folder):

@@ -191,7 +191,10 @@ def test_a_stored_program_runs(stored):
     folder, job, devices = stored
     reader = executables.Reader(folder)
     assert reader.differences({"plan_hash": "x", "sides": (1, 2)}) == []
-    assert reader.differences({"plan_hash": "y", "sides": (1, 2)}) == ["plan_hash"]
+    assert reader.differences({"plan_hash": "y", "sides": (1, 2)}) == [
+        'plan_hash (of op_priority, enable_ops, row_invariant): "x" there, "y" here'
+    ]
+    reader.check({"plan_hash": "x", "sides": (1, 2)}, ["double"])
     argument = jax.device_put(np.arange(4, dtype=np.float32), job.arguments[0].sharding)
     assert reader.load(job, devices)(argument).tolist() == [0, 2, 4, 6]
 
@@ -454,6 +457,19 @@ def test_what_a_request_may_not_have_changes_no_program():
         == key()
     )
     assert key(hidden_size=2 * model.hidden_size) != key()
+
+
+def test_a_key_tells_devices_with_the_same_chip_apart():
+    """An executable knows its devices by their ids, and on tpu7x two of them share a chip."""
+
+    def places(*devices):
+        model, mesh = LLAMA, SimpleNamespace(devices=np.array(devices, object))
+        return executables.key(model, small_config(model), "plan", mesh, 4)["places"]
+
+    def device(number, core):
+        return SimpleNamespace(id=number, coords=(0, 1, 0), core_on_chip=core, device_kind="TPU7x")
+
+    assert places(device(4, 0), device(5, 1)) == [[4, 0, 1, 0, 0], [5, 0, 1, 0, 1]]
 
 
 @pytest.mark.parametrize("shards", [1, 3, 4])
