@@ -20,6 +20,10 @@ from ..shared.waiting import waiting
 from .chips import BY_KIND, CHIPS, OTHER_NAMES, Chip
 
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
+WITH_TPU = "tpu,cpu"
+"""The platforms that JAX chooses when it is imported where a TPU is to be seen, as
+jax/_src/cloud_tpu_init.py does.
+"""
 FIBERS = "--fibers_default_thread_stack_size"
 FIBER_STACK = 1 << 20
 """Bytes. To generate code for SparseCores (scatters of the penalties), libtpu 0.0.42.1 needs a
@@ -86,9 +90,12 @@ def devices(device: str) -> list[jax.Device]:
     # JAX would take the CPU, and say so to nobody, where a TPU does not start.
     wanted = "tpu" if device == "auto" and _expects_tpu() else device
     try:
-        with _waiting_for_the_others():
-            return jax.devices(PLATFORMS[wanted] if wanted != "auto" else None)
+        return _look(wanted)
     except RuntimeError as error:
+        if device == "cpu" and jax.config.jax_platforms and _nobody_chose():
+            # JAX starts a TPU that it sees for any device, and gives none where that fails.
+            jax.config.update("jax_platforms", "cpu")
+            return _look(device)
         why = str(error).splitlines()[0]
         hint = ". A TPU is to be seen; --device cpu runs without it" if wanted != device else ""
         raise BackendUnavailable(
@@ -96,9 +103,20 @@ def devices(device: str) -> list[jax.Device]:
         ) from error
 
 
+def _look(kind: str) -> list[jax.Device]:
+    with _waiting_for_the_others():
+        return jax.devices(PLATFORMS[kind] if kind != "auto" else None)
+
+
+def _nobody_chose() -> bool:
+    """Whether nobody has chosen platforms, or JAX alone."""
+    given = jax.config.jax_platforms
+    return not given or (given == WITH_TPU and not os.environ.get("JAX_PLATFORMS"))
+
+
 def _expects_tpu() -> bool:
     """Whether JAX is to run on a TPU: one is to be seen, and nobody has chosen platforms."""
-    return has_tpu() and not jax.config.jax_platforms
+    return has_tpu() and _nobody_chose()
 
 
 def _waiting_for_the_others() -> AbstractContextManager[None]:

@@ -102,6 +102,32 @@ def test_a_tpu_that_does_not_start_is_no_cpu(monkeypatch):
     assert platforms.devices("auto")[0].platform == "cpu", "somebody has chosen"
 
 
+def test_a_cpu_is_found_beside_a_tpu_that_does_not_start(monkeypatch):
+    """Where JAX sees a TPU it chooses platforms when it is imported, and then gives no device of
+    any kind unless the TPU starts.
+    """
+    monkeypatch.setattr(platforms, "has_tpu", lambda *_: True)
+    monkeypatch.setattr(platforms, "deepen_fibers", lambda: None)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    chosen = SimpleNamespace(jax_platforms="tpu,cpu")
+    chosen.update = lambda name, value: setattr(chosen, name, value)
+    monkeypatch.setattr(jax, "config", chosen)
+
+    def start(kind):
+        if "tpu" in chosen.jax_platforms:
+            raise RuntimeError("Unable to initialize backend 'tpu': in use by process 7")
+        return [SimpleNamespace(platform=kind, process_index=0)]
+
+    monkeypatch.setattr(jax, "devices", start)
+    with pytest.raises(BackendUnavailable, match=r"no tpu device here .*process 7.*--device cpu"):
+        platforms.devices("auto")
+    assert platforms.devices("cpu")[0].platform == "cpu"
+    chosen.jax_platforms = "tpu,cpu"
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
+    with pytest.raises(BackendUnavailable, match="no cpu device here"):
+        platforms.devices("cpu")
+
+
 def test_the_stacks_of_libtpus_fibers(monkeypatch):
     """Set beside what the user gives, for the release that is known to need it: another may not
     know the flag.
