@@ -34,6 +34,10 @@ PORT = 8476
 """Of a coordinator that variables name."""
 PATIENCE_S = 300
 """How long hosts wait for each other at start."""
+HOSTNAMES = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
+"""Variables that name the hosts of a slice, in the order in which JAX asks them
+(jax/_src/clusters/cloud_tpu_cluster.py).
+"""
 METADATA_S = 5
 """How long metadata is waited for: it comes from the machine's own host."""
 HEARTBEAT_S = 20
@@ -77,16 +81,20 @@ def of_variables(variables: Mapping[str, str]) -> tuple[str, int, int] | None:
     """The coordinator, the number of hosts and the index of this one, from the variables that
     LeaderWorkerSet sets in its pods, else those of GKE; None where there are neither. Raises
     ConfigError.
+
+    A host is a name, an address, or either with a colon and what libtpu wants to know of it.
     """
     leader = variables.get("LWS_LEADER_ADDRESS")
-    names = variables.get("TPU_WORKER_HOSTNAMES", "")
+    given = [name for name in HOSTNAMES if variables.get(name)]
+    names = variables[given[0]] if given else ""
     if leader:
         first, size = leader, variables.get("LWS_GROUP_SIZE", "")
         index = variables.get("LWS_WORKER_INDEX", "")
         fields = "LWS_GROUP_SIZE, LWS_WORKER_INDEX"
     elif names:
-        first, size = names.split(",")[0].strip(), str(names.count(",") + 1)
-        index, fields = variables.get("TPU_WORKER_ID", ""), "TPU_WORKER_HOSTNAMES, TPU_WORKER_ID"
+        first = names.split(",")[0].strip().partition(":")[0]
+        size = str(names.count(",") + 1)
+        index, fields = variables.get("TPU_WORKER_ID", ""), f"{given[0]}, TPU_WORKER_ID"
     else:
         return None
     if not (size.isdigit() and index.isdigit()):
@@ -121,8 +129,8 @@ def _attribute(server: str, name: str) -> str:
             text: str = answer.read().decode()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            "coordinator: got auto, allowed where LWS_LEADER_ADDRESS or TPU_WORKER_HOSTNAMES is "
-            f"set, and on TPU VMs, whose metadata has {name} ({server}: {error})"
+            f"coordinator: got auto, allowed where {', '.join(('LWS_LEADER_ADDRESS', *HOSTNAMES))} "
+            f"is set, and on TPU VMs, whose metadata has {name} ({server}: {error})"
         ) from error
     return text
 
@@ -138,6 +146,8 @@ def _initialize(coordinator: str, hosts: int, index: int) -> None:
     host, _, port = coordinator.rpartition(":")
     # Else JAX aborts a process of which another one is gone, before it can say why.
     jax.config.update("jax_enable_recoverability", True)
+    # Else JAX takes SIGTERM for news that it alone hears of, and the process goes on.
+    jax.config.update("jax_enable_preemption_service", False)
     bind_address = _bind_address(host, port) if index == 0 else None
     try:
         with waiting(
@@ -151,6 +161,8 @@ def _initialize(coordinator: str, hosts: int, index: int) -> None:
                 initialization_timeout=PATIENCE_S,
                 heartbeat_timeout_seconds=HEARTBEAT_S,
                 coordinator_bind_address=bind_address,
+                # All is given. Else JAX asks a TPU VM's metadata, and fails where there is none.
+                cluster_detection_method="deactivate",
             )
     except Exception as error:  # several kinds, by what the network says
         raise BackendUnavailable(

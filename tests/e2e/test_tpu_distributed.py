@@ -496,6 +496,15 @@ def test_the_hosts_are_checked(coordinator, count, index, what):
             {"TPU_WORKER_HOSTNAMES": "10.0.0.2,10.0.0.3", "TPU_WORKER_ID": "1"},
             ("10.0.0.2:8476", 2, 1),
         ),
+        (
+            {"TPU_PROCESS_ADDRESSES": "a-0:8471,a-1:8471,a-2:8471", "TPU_WORKER_ID": "2",
+             "TPU_WORKER_HOSTNAMES": "x"},
+            ("a-0:8476", 3, 2),
+        ),
+        (
+            {"TPU_WORKER_HOSTNAMES": "a-0:8471,a-1:8471", "TPU_WORKER_ID": "1"},
+            ("a-0:8476", 2, 1),
+        ),
     ],
 )  # fmt: skip
 def test_variables_name_the_hosts(variables, found):
@@ -538,7 +547,8 @@ def metadata(monkeypatch):
 
 
 def test_a_tpu_vm_knows_its_hosts(metadata, monkeypatch):
-    monkeypatch.delenv("TPU_WORKER_HOSTNAMES", raising=False)
+    for name in hosts.HOSTNAMES:
+        monkeypatch.delenv(name, raising=False)
     metadata |= {
         "worker-network-endpoints": "unknown:unknown:10.0.0.2,unknown:unknown:10.0.0.3",
         "agent-worker-number": "1\n",
@@ -550,10 +560,54 @@ def test_a_tpu_vm_knows_its_hosts(metadata, monkeypatch):
     assert joined == [("10.0.0.2:8476", 2, 1)]
 
 
+JOINED = """
+import os, signal, time
+import jax
+from twinfer.tpu import hosts
+jax.config.update("jax_platforms", "cpu")
+hosts._initialize("127.0.0.1:{port}", 1, 0)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(5)
+print("it went on")
+"""
+
+
+def test_a_host_that_has_joined_ends_when_it_is_told_to():
+    """By SIGTERM, with which pods are ended."""
+    command = [sys.executable, "-c", JOINED.format(port=free_ports())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/")
+    assert done.returncode == -signal.SIGTERM, (done.stdout, done.stderr[-2000:])
+
+
+def test_jax_looks_for_nothing_itself(monkeypatch):
+    """Where a TPU is seen it asks the metadata of a TPU VM, which a pod elsewhere has not, though
+    all that it could learn is given.
+    """
+    from jax._src import clusters, distributed
+
+    monkeypatch.setattr(
+        clusters.ClusterEnv,
+        "auto_detect_unset_distributed_params",
+        lambda *_: pytest.fail("it looked"),
+    )
+    given = {}
+    monkeypatch.setattr(
+        distributed._jax,
+        "get_distributed_runtime_client",
+        lambda *asked, **options: given.update(asked=asked) or SimpleNamespace(connect=str),
+    )
+    monkeypatch.setattr(distributed, "global_state", distributed.State())
+    monkeypatch.setattr(hosts.jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(distributed.xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(distributed.State, "initialize_preemption_sync_manager", lambda _: None)
+    hosts._initialize("localhost:8476", 2, 1)
+    assert given["asked"][:2] == ("localhost:8476", 1)
+
+
 @pytest.mark.parametrize(
     ("known", "what"),
     [
-        ({}, r"LWS_LEADER_ADDRESS or TPU_WORKER_HOSTNAMES .*worker-network-endpoints .*404"),
+        ({}, r"LWS_LEADER_ADDRESS, .*, TPU_WORKER_HOSTNAMES .*worker-network-endpoints .*404"),
         (
             {"worker-network-endpoints": "", "agent-worker-number": "1"},
             "worker-network-endpoints '' and agent-worker-number '1', which name no hosts",
