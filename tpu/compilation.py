@@ -23,30 +23,11 @@ from ..shared.errors import BackendUnavailable
 from ..shared.progress import Progress
 from ..shared.worker import ProgramReport
 from . import programs
+from .compile_options import OPTIONS, options_for
 from .executables import Reader
 from .ladder import Job
-from .platforms import devices_of, libtpu_is_known
+from .platforms import devices_of
 from .sharding import make_mesh, on
-
-OPTIONS: dict[str, bool | str] = {"xla_allow_excess_precision": False}
-"""A rounding that an op's contract states must happen: XLA may otherwise keep float32 between
-two ops.
-"""
-
-GRAPHS = {
-    "xla_gpu_enable_command_buffer": (
-        # the last two are ours
-        "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
-    )
-}
-"""On NVIDIA GPUs: loops belong into the CUDA graphs too, or the host looks after each decode
-step of a loop.
-"""
-
-STAYS = {"xla_msa_max_cross_program_prefetches": 0}
-"""On TPUs: nothing is brought into vector memory before a program starts. It was the rotary table,
-all of it, of which a step reads the rows of its tokens.
-"""
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 STACK = 64 << 20
@@ -146,13 +127,6 @@ def compile_one(
     compiled = lowered.compile(compiler_options=options_for(mesh.devices.flat[0].platform))
     seconds = time.perf_counter() - start
     return Program(job.name, compiled), report(job.name, compiled, seconds)
-
-
-def options_for(platform: str) -> dict[str, Any]:
-    """The compiler's options for a platform of devices."""
-    if platform == "gpu":
-        return OPTIONS | GRAPHS
-    return OPTIONS | STAYS if platform == "tpu" and libtpu_is_known() else dict(OPTIONS)
 
 
 def check_rounding(device: DeviceInfo) -> None:

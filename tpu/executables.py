@@ -29,6 +29,7 @@ from ..shared.errors import ConfigError
 from ..shared.models.config import ModelConfig
 from ..shared.options import options_of
 from . import ladder
+from .compile_options import options_for
 from .ladder import Job
 
 MANIFEST = "manifest.json"
@@ -66,6 +67,7 @@ def key(
         "plan_hash": plan_hash,
         "sources": source_hash(ladder.jobs, "jax"),
         "versions": {name: _version(name) for name in ("jax", "jaxlib", "libtpu")},
+        "compiler": options_for(mesh.devices.flat[0].platform),
         "devices": [device.device_kind for device in mesh.devices.flat],
         "places": [_place(device) for device in mesh.devices.flat],
         "num_pages": num_pages,

@@ -21,7 +21,7 @@ def main(dtype):
     from twinfer.ops.bindings.jax import bind
     from twinfer.ops.cases import load_all
     from twinfer.ops.testing import TESTING, ci_cases
-    from twinfer.tpu.compilation import options_for
+    from twinfer.tpu.compile_options import options_for
     from twinfer.tpu.platforms import leave_out_libtpu, topology
     from twinfer.tpu.sharding import make_mesh, on
 

@@ -485,6 +485,20 @@ def test_what_a_request_may_not_have_changes_no_program():
     assert key(hidden_size=2 * model.hidden_size) != key()
 
 
+TPU7X = {"device_kind": "TPU7x", "platform": "tpu"}
+
+
+def test_a_key_has_what_the_compiler_is_told(monkeypatch):
+    mesh = sharding.make_mesh(jax.devices("cpu"), 1)
+
+    def key():
+        return executables.key(LLAMA, small_config(LLAMA), "plan", mesh, 4)
+
+    before = key()
+    monkeypatch.setitem(compilation.OPTIONS, "xla_allow_excess_precision", True)
+    assert {name for name, value in key().items() if value != before[name]} == {"compiler"}
+
+
 def test_a_key_tells_devices_with_the_same_chip_apart():
     """An executable knows its devices by their ids, and on tpu7x two of them share a chip."""
 
@@ -493,7 +507,7 @@ def test_a_key_tells_devices_with_the_same_chip_apart():
         return executables.key(model, small_config(model), "plan", mesh, 4)["places"]
 
     def device(number, core):
-        return SimpleNamespace(id=number, coords=(0, 1, 0), core_on_chip=core, device_kind="TPU7x")
+        return SimpleNamespace(id=number, coords=(0, 1, 0), core_on_chip=core, **TPU7X)
 
     assert places(device(4, 0), device(5, 1)) == [[4, 0, 1, 0, 0], [5, 0, 1, 0, 1]]
 
