@@ -64,6 +64,11 @@ def make_worker(
     return hosts.on_all_hosts(JaxWorker(model, config, device, folder), model, config, folder)
 
 
+def empty_buffer(kv: jax.ShapeDtypeStruct) -> Any:
+    """The function, jitted, that makes the KV buffer `kv` where it lies."""
+    return jax.jit(lambda: jnp.zeros(kv.shape, kv.dtype), out_shardings=kv.format)
+
+
 def find_rank_device(device: str, place: Place) -> DeviceInfo:
     """The JAX device of one of several ranks, each with all devices of its machine that it sees: as
     JAX looks for devices once, they are joined here. Raises BackendUnavailable.
@@ -236,8 +241,7 @@ class JaxWorker:
         histories = self._shapes.histories
         self._histories = self._put(np.zeros(histories.shape, histories.dtype))
         self._halted = self._put(np.zeros((), np.bool_))
-        kv = self._shapes.kv
-        self._kv = jax.jit(lambda: jnp.zeros(kv.shape, kv.dtype), out_shardings=kv.format)()
+        self._kv = empty_buffer(self._shapes.kv)()
 
     def warm_up(self, table: Table, progress: Progress) -> list[ProgramReport]:
         """Compile every program in a thread pool."""

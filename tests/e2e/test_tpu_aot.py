@@ -63,6 +63,65 @@ sys.exit(main(sys.argv[1:]))
 """The command, which also tells which copies of arrays with 131 072 rows there are."""
 
 
+LAYOUTS = """
+import json, sys
+import jax
+from twinfer.shared.models.config_json import load_config
+from twinfer.shared.models.locate import model_folder
+from twinfer.tpu import aot, compilation
+from twinfer.tpu.platforms import leave_out_libtpu
+from twinfer.tpu.worker import empty_buffer
+leave_out_libtpu()
+found, done, folder = {}, {}, str(model_folder("demo"))
+kept = compilation.compile_one
+def compile_one(job, *given):
+    program, report = kept(job, *given)
+    done[job.name] = job, program.compiled
+    return program, report
+compilation.compile_one = compile_one
+def see(formats, **where):
+    for what, take in where.items():
+        for path, form in jax.tree_util.tree_leaves_with_path(take(formats)):
+            if form.layout is not None:
+                found.setdefault(what + jax.tree_util.keystr(path), set()).add(str(form.layout))
+first, second, third, fourth = ((lambda x, i=i: x[i]) for i in range(4))
+options = {
+    "max_num_seqs": 8, "max_num_batched_tokens": 64, "decode_sizes": (8,), "mixed_sizes": (64,),
+    "max_model_len": 256, "num_pages": 64, "tensor_parallel_size": 2, "decode_steps": 2,
+}
+aot.build("demo", folder, load_config(folder), "v6e:2x2", options, None, lambda *_: None, "all")
+for name, (job, compiled) in done.items():
+    given, made = compiled.input_formats[0], compiled.output_formats
+    kind = name.partition("_")[0]
+    if kind in ("backbone", "loop"):
+        see(given, weights=first, angles=second, kv=third, state=fourth, last=lambda x: x[4])
+        see(made, kv=first, state=second)
+        kv = job.arguments[2]
+    if kind == "backbone":
+        see(made, rows=third, picked=lambda x: x[4], **{"hidden" + name.rpartition("_")[2]: fourth})
+    if kind == "loop":
+        see(made, last=third, halted=fourth)
+        see(given, halted=lambda x: x[5])
+    if kind == "sample":
+        see(given, weights=first, last=second, rows=fourth, picked=lambda x: x[4])
+        see(given, **{"state.parameters": third})
+        see(made, last=first, tokens=second)
+    if kind == "logprobs":
+        see(given, weights=first, rows=second, tokens=third)
+    if kind == "take":
+        see(given, **{"hidden" + name.rpartition("_")[2]: first})
+        see({0: made}, rows=first)
+    if kind == "update":
+        see(given, state=first)
+        see({0: made}, state=first)
+see({0: empty_buffer(kv).lower().compile().output_formats}, kv=first)
+print(json.dumps({what: sorted(layouts) for what, layouts in found.items()}))
+"""
+"""What each program takes and gives lies how, by what it is: the runtime refuses an array that lies
+otherwise than a program was compiled for, and no device but a TPU has more than one way.
+"""
+
+
 REFUSED = """
 import json, sys
 from twinfer.serving.cli import main
@@ -187,6 +246,16 @@ def test_the_step_of_qwen3_for_v6e(tmp_path):
         manifest = json.load(file)
     assert set(manifest["sha256"]) == {p["name"] for p in report["programs"]}
     assert manifest["key"]["plan_hash"] == report["plan_hash"]
+
+
+@pytest.mark.slow
+def test_what_a_program_gives_lies_as_the_next_one_takes_it():
+    command = [sys.executable, "-c", LAYOUTS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580, cwd="/")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {"kv", "state.pages", "state.parameters", "last", "rows", "tokens"} <= set(found)
+    assert {what: layouts for what, layouts in found.items() if len(layouts) > 1} == {}
 
 
 @pytest.mark.slow
