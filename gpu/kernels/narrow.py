@@ -30,7 +30,7 @@ from .narrow_kernels import (
     narrow_gemv_kernel,
     narrow_kernel,
     quantize_by_kernel,
-    quantize_found_kernel,
+    quantize_by_largest_kernel,
     quantize_kernel,
     quantizing_gemv_kernel,
     widen_kernel,
@@ -452,10 +452,10 @@ def quantized_by_largest(
     (rows, k), found = x.shape, largest.shape[1]
     values = torch.empty((rows, k), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-    setting = config("quantize_found")
+    setting = config("quantize_by_largest")
     block_k = min(setting["block"], power_of_2(k))
     if rows:
-        quantize_found_kernel[(rows, triton.cdiv(k, block_k))](
+        quantize_by_largest_kernel[(rows, triton.cdiv(k, block_k))](
             x, largest, values, scale,
             K=k, FOUND=found, BLOCK_F=power_of_2(found), BLOCK_K=block_k,
             num_warps=setting["warps"], **overlap(early=True),

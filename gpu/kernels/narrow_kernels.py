@@ -626,7 +626,7 @@ def quantize_by_kernel(
 
 
 @triton.jit
-def quantize_found_kernel(
+def quantize_by_largest_kernel(
     x, largest, values, scale, K: tl.constexpr, FOUND: tl.constexpr, BLOCK_F: tl.constexpr,
     BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip

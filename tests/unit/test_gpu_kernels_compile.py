@@ -396,7 +396,7 @@ def test_mlp_of_fp8_compiles(compiled, rows):
     narrow_mlp.gated_mlp_fp8(torch.zeros(rows, dim, dtype=torch.bfloat16), *up, *down)
     product = "fragment_kernel" if rows <= 16 else "narrow_kernel"
     if rows == 1:
-        launches = ["quantizing_gemv_kernel", "quantize_found_kernel", "fp8_gemv_kernel"]
+        launches = ["quantizing_gemv_kernel", "quantize_by_largest_kernel", "fp8_gemv_kernel"]
     else:
         between = "quantize_kernel" if rows <= 16 else "silu_quantize_kernel"
         launches = ["quantize_kernel", product, between, product]
