@@ -39,7 +39,9 @@ def engines(request, checkpoints, device):
         config = EngineConfig(
             model=folder, backend=request.param, device=device, dtype="float32", max_model_len=128,
             max_num_seqs=4,
-            max_num_batched_tokens=32, decode_steps=decode_steps, **options,
+            max_num_batched_tokens=32, decode_steps=decode_steps,
+            # Not a share of the device, which engines of other tests may have.
+            **({"num_pages": 64} | options),
         )  # fmt: skip
         made.append(Engine(config, load_config(folder), folder))
         return made[-1]
