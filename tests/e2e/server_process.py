@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -16,6 +17,8 @@ from .. import processes
 from ..processes import is_running
 
 ROOT = Path(__file__).resolve().parents[2]
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""For clients of addresses without TLS: else each of them reads all certificates of the system."""
 FAULTS = """
 import os, sys
 if any("server.child" in word for word in sys.orig_argv):
@@ -123,13 +126,14 @@ class Server:
         return self.log
 
     def client(self, **options):
-        return httpx.Client(base_url=self.url, timeout=60, **options)
+        return httpx.Client(base_url=self.url, timeout=60, verify=NO_TLS, **options)
 
     def openai(self, **options):
         import openai
 
         options = {"api_key": "none", "max_retries": 0, "timeout": 60} | options
-        return openai.OpenAI(base_url=f"{self.url}/v1", **options)
+        client = openai.DefaultHttpxClient(verify=NO_TLS)
+        return openai.OpenAI(base_url=f"{self.url}/v1", http_client=client, **options)
 
     def metric(self, name):
         """The value of a metric without labels."""

@@ -222,28 +222,28 @@ ENGINES = ({"num_pages": 40}, {"async_scheduling": False}, {"decode_steps": 4})
 
 
 @pytest.mark.parametrize(
-    ("few", "engines"),
+    ("few", "bound", "others", "engines"),
     [
-        (8, [{"num_pages": 40, "decode_steps": 4}]),
-        *(pytest.param(few, ENGINES, marks=pytest.mark.slow) for few in (8, 1)),
+        (8, 3, 10, [{"num_pages": 40, "decode_steps": 4}]),
+        pytest.param(8, 6, 32, ENGINES, marks=pytest.mark.slow),
+        pytest.param(1, 6, 10, ENGINES, marks=pytest.mark.slow),
     ],
 )
-def test_company_preemption_and_overlap_change_nothing(few, engines, llm, monkeypatch):
+def test_company_preemption_and_overlap_change_nothing(
+    few, bound, others, engines, llm, monkeypatch
+):
     """The same tokens alone, among free requests, in a cache that makes some give way, read step by
     step or not; looked at in a thread if there are `few` or more texts.
     """
     monkeypatch.setattr(grammars, "FEW", few)
-    forms = [params({"json": SCHEMA}, seed=i) for i in range(6)]
-    free = [
-        SamplingParams(max_tokens=60, seed=i, ignore_eos=True)
-        for i in range(10 if few == 1 else 32)
-    ]
+    forms = [params({"json": SCHEMA}, seed=i) for i in range(bound)]
+    free = [SamplingParams(max_tokens=60, seed=i, ignore_eos=True) for i in range(others)]
     alone = [texts(llm, [one])[0].token_ids for one in forms]
-    free_alone = [texts(llm, [one])[0].token_ids for one in free[:6]]
-    mixed = [one for pair in zip(forms, free, strict=False) for one in pair] + free[6:]
+    free_alone = [texts(llm, [one])[0].token_ids for one in free[:bound]]
+    mixed = [one for pair in zip(forms, free, strict=False) for one in pair] + free[bound:]
     found = [output.token_ids for output in texts(llm, mixed)]
-    assert found[0:12:2] == alone
-    assert found[1:12:2] == free_alone
+    assert found[0 : 2 * bound : 2] == alone
+    assert found[1 : 2 * bound : 2] == free_alone
     backend = llm.engine.config.backend
     for more in engines:
         options = {"backend": backend, "device": "cpu", "progress": False} | SIZES | more

@@ -296,12 +296,13 @@ def test_a_function_that_binds_itself_has_a_hash():
 
 
 EVERYWHERE = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from twinfer.ops.source_hash import source_hash
-from tests.unit import test_source_hash as test
-print([source_hash(make(one), "torch") for make, one, _ in test.BOUND.values()])
+import importlib, sys
+print(importlib.import_module(sys.argv[1]).of_all_that_is_bound())
 """
+
+
+def of_all_that_is_bound():
+    return [source_hash(make(one), "torch") for make, one, _ in BOUND.values()]
 
 
 def test_what_is_bound_is_the_same_in_every_process():
@@ -309,14 +310,13 @@ def test_what_is_bound_is_the_same_in_every_process():
     was compiled would be used again.
     """
 
-    def hashes(seed):
-        environment = os.environ | {"PYTHONHASHSEED": seed}
-        command = [sys.executable, "-c", EVERYWHERE, str(ROOT)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    assert hashes("1") == hashes("2")
+    # A seed that is not of this process.
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    environment = os.environ | {"PYTHONHASHSEED": seed}
+    command = [sys.executable, "-c", EVERYWHERE, __name__]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(of_all_that_is_bound())
 
 
 WITHOUT_FILE = """
