@@ -133,7 +133,7 @@ def test_a_run_that_the_configuration_refuses_is_left_out_and_said(small_model, 
     monkeypatch.setattr(
         config, "check_ladders", lambda config, *_: xla_config.check_torch_xla(config, "int8")
     )
-    diff = check(small_model)
+    diff = check(small_model, definition="off")
     assert [run.run for run in diff.served] == ["steps", "plain"]
     (note,) = diff.notes
     assert note.startswith("a torch:cpu: not run with loops of decode steps: decode_steps: got 4, ")
@@ -706,7 +706,7 @@ def test_an_engine_that_fails_is_missing_and_the_others_are_judged(
         return right(*args, **options)
 
     monkeypatch.setattr(served, "serve", serve)
-    diff = check(small_model)
+    diff = check(small_model, definition="off")
     assert diff.exit_code == 3
     assert [run.run for run in diff.served] == [run for run in served.RUNS if run not in failing]
     assert diff.missing == [

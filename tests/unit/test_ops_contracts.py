@@ -326,11 +326,12 @@ def test_rows_depend_on_their_own_row_only(op, framework, provider, device):
 )
 def test_claimed_row_invariance(op, framework, provider, device):
     """A row has the same bits in a smaller batch and alone, for the implementations that claim
-    it. XLA compiles each size: where it does, one dtype has its turn here, all in the slow test.
+    it. XLA compiles each size: where it does, one dtype has its turn here, compiled quickly, all in
+    the slow test, as for users.
     """
     every = one_in(op, framework, provider, device)
     dtypes = wide_dtypes(op)[-1:] if every > 1 else wide_dtypes(op)
-    keeps_its_rows(op, framework, provider, device, dtypes)
+    keeps_its_rows(op, framework, provider, device, dtypes, quickly=every > 1)
 
 
 @pytest.mark.slow
@@ -342,7 +343,7 @@ def test_claimed_row_invariance_in_all_dtypes(op, framework, provider, device):
     keeps_its_rows(op, framework, provider, device, wide_dtypes(op))
 
 
-def keeps_its_rows(op, framework, provider, device, dtypes):
+def keeps_its_rows(op, framework, provider, device, dtypes, quickly=False):
     """Skips what does not claim that its rows are alone."""
     found = implementation(op, framework, provider, device)
     if found is None:  # the reference itself
@@ -351,18 +352,18 @@ def keeps_its_rows(op, framework, provider, device, dtypes):
     if not found.row_invariant or not TESTING[op].rows:
         pytest.skip("not claimed")
     if op == "paged_attention":
-        return each_request_alone(framework, provider, device, dtypes)
+        return each_request_alone(framework, provider, device, dtypes, quickly)
     takes = [
         next((case for case, _, _ in judged_cases(op, dtype) if accepts(found, case)), None)
         for dtype in dtypes
     ]
     assert any(takes)
     for case in filter(None, takes):
-        whole = run(op, framework, provider, case.arguments, device)
+        whole = run(op, framework, provider, case.arguments, device, quickly)
         for first, last in ((3, None), (1, 2)):
             some = slice(first, last)
             fewer = these_rows(op, case.arguments, some)
-            part = run(op, framework, provider, fewer, device)
+            part = run(op, framework, provider, fewer, device, quickly)
             for a, b in zip(whole, part, strict=True):
                 assert a[some].tobytes() == b.tobytes()
 
@@ -382,7 +383,7 @@ def these_rows(op, arguments, some):
     return fewer
 
 
-def each_request_alone(framework, provider, device, dtypes):
+def each_request_alone(framework, provider, device, dtypes, quickly):
     """A request of attention has the same bits alone."""
     op = "paged_attention"
     found = implementation(op, framework, provider, device)
@@ -391,7 +392,7 @@ def each_request_alone(framework, provider, device, dtypes):
         several = [case for case in cases if case.arguments["counts"][1] > 1]
         for case in several[:4]:
             given = case.arguments
-            (whole,) = run(op, framework, provider, given, device)
+            (whole,) = run(op, framework, provider, given, device, quickly)
             for i in range(int(given["counts"][1])):
                 first, last = given["query_start"][i : i + 2]
                 alone = {
@@ -401,7 +402,7 @@ def each_request_alone(framework, provider, device, dtypes):
                     "kv_lens": given["kv_lens"][i : i + 1],
                     "counts": np.array([int(last - first == 1), 1], np.int32),
                 }
-                (part,) = run(op, framework, provider, given | alone, device)
+                (part,) = run(op, framework, provider, given | alone, device, quickly)
                 assert part.tobytes() == whole[first:last].tobytes(), (case.name, i)
 
 
