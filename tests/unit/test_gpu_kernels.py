@@ -83,7 +83,7 @@ QUICK = " and not ".join(
         "experts_of_fp8[",
         "activation[20",
         "[moe_experts-torch-triton]",
-        "mixed_steps[heads0",
+        "mixed_steps[heads4",
         "experts[float32-40",
         "experts[float16-90",
         "norm_rope_write_kv-torch-triton]",
