@@ -41,6 +41,8 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "paged_attention": (*(AT,) * 8, *(COUNT,) * 8, NUMBER, NUMBER, INT),
     "logits": (AT, AT, AT, COUNT, COUNT, COUNT, INT),
     "greedy_sample": (AT, COUNT, COUNT, AT, INT),
+    "quantize_logits": (AT, COUNT, AT, INT),
+    "sample": (*(AT,) * 10, COUNT, COUNT, INT, AT, INT),
 }
 
 

@@ -151,6 +151,166 @@ void greedy_sample(const float *logits, int64_t rows, int64_t vocab, int32_t *ou
     }
 }
 
+#define MASKED (-2147483647) /* The score of a word that is not allowed. */
+#define FAR (1 << 22)        /* Distances to the best word are cut here, in log2 units of Q16. */
+#define FARTHEST_DRAWN (32 << 16) /* The noise of a word is less than that. */
+#define BINS 2049                 /* Of distances by their high bits. */
+#define FINE 11                   /* Low bits of a distance. */
+
+/* Logits in Q16, NaN as masked. See `quantize_logits` of ops/reference/sampling.py. */
+void quantize_logits(const float *logits, int64_t count, int32_t *out, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && count > SHARED_WORK)
+    for (int64_t i = 0; i < count; i++) {
+        float x = logits[i], y = x * 65536.0f, limit = 536870912.0f;
+        y = y > limit ? limit : y;
+        y = y < -limit ? -limit : y;
+        out[i] = x == x ? (int32_t)rintf(x == x ? y : 0.0f) : MASKED;
+    }
+}
+
+/* What follows are the integers of `sample` there: names and constants are the same. */
+INLINE int32_t horner(int32_t x, const int32_t *coefficients, int count) {
+    int32_t value = coefficients[count - 1];
+    for (int i = count - 2; i >= 0; i--) value = ((value * x) >> 15) + coefficients[i];
+    return value;
+}
+
+INLINE int32_t log2_q16(int32_t x) {
+    static const int32_t bent[] = {29010, -18136, 12115, -6448, 1722};
+    int32_t exponent = 31 - __builtin_clz((uint32_t)x);
+    int32_t fraction = (int32_t)(((uint32_t)x << (30 - exponent)) & ((1u << 30) - 1)) >> 15;
+    int32_t bend = (fraction * ((1 << 15) - fraction)) >> 13;
+    return (exponent << 16) + (fraction << 1) + ((horner(fraction, bent, 5) * bend) >> 17);
+}
+
+INLINE int32_t gumbel_log2(int32_t bits) {
+    static const int32_t smooth[] = {34655, 23565, 5458, 157, 1699};
+    if (bits >= 1 << 30) {
+        int32_t doubled = 2 * (2147483647 - bits) + 1;
+        return (32 << 16) - log2_q16(doubled) - horner(doubled >> 16, smooth, 5);
+    }
+    return (16 << 16) - log2_q16((32 << 16) - log2_q16(2 * bits + 1));
+}
+
+INLINE uint32_t mixed(uint32_t x) {
+    x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
+    x = (x ^ (x >> 13)) * 0xC2B2AE35u;
+    return x ^ (x >> 16);
+}
+
+INLINE int32_t exp2_negative(int32_t x) {
+    static const int32_t bent[] = {12656, -3049, 449};
+    int32_t whole = x >> 16, fraction = (x & 65535) >> 1;
+    int32_t bend = (fraction * ((1 << 15) - fraction)) >> 13;
+    int32_t power = 65536 - fraction - ((horner(fraction, bent, 3) * bend) >> 17);
+    int32_t top = power << 10, most = (1 << 26) - 1;
+    return (top < most ? top : most) >> (whole < 31 ? whole : 31);
+}
+
+/* The smallest distance up to which words have at least `wanted` of `mass`, counted in units of
+   2^drop: FAR if no less will do. Words that are not kept have no mass. */
+INLINE int32_t limit_of_mass(const int32_t *far, const int32_t *mass, int64_t vocab,
+                             uint64_t *bins, int64_t wanted, int drop) {
+    if (wanted <= 0) return 0;
+    memset(bins, 0, BINS * sizeof *bins);
+    for (int64_t i = 0; i < vocab; i++)
+        if (mass[i]) bins[far[i] >> FINE] += (uint64_t)mass[i];
+    uint64_t before = 0;
+    int64_t bin = 0;
+    while (bin < BINS && (int64_t)((before + bins[bin]) >> drop) < wanted) before += bins[bin++];
+    if (bin >= BINS - 1) return FAR;
+    memset(bins, 0, (1 << FINE) * sizeof *bins);
+    for (int64_t i = 0; i < vocab; i++)
+        if (mass[i] && far[i] >> FINE == bin)
+            bins[far[i] & ((1 << FINE) - 1)] += (uint64_t)mass[i];
+    int32_t fine = 0;
+    while ((int64_t)((before + bins[fine]) >> drop) < wanted) before += bins[fine++];
+    return (int32_t)(bin << FINE) + fine;
+}
+
+/* Of one row. `far` and `mass` [vocab] and `bins` are memory for it. */
+static int32_t sampled(const float *logits, const int32_t *scores, uint32_t position,
+                       uint32_t seed_lo, uint32_t seed_hi, int32_t greedy, float scale,
+                       int32_t top_k, int32_t top_p, int32_t min_p, int64_t vocab, int filtered,
+                       int32_t *far, int32_t *mass, uint64_t *bins) {
+    int32_t infinite = 0, best = scores[0];
+    for (int64_t i = 0; i < vocab; i++) {
+        uint32_t bits;
+        memcpy(&bits, logits + i, 4);
+        infinite |= (bits & 0x7f800000) == 0x7f800000;
+        best = scores[i] > best ? scores[i] : best;
+    }
+    if (infinite) return -1;
+    if (greedy > 0) {
+        int64_t first = -1;
+        for (int64_t i = 0; i < vocab; i++)
+            if (scores[i] == best && (first < 0 || logits[i] > logits[first])) first = i;
+        return (int32_t)first;
+    }
+    /* Beyond FAR: not kept. */
+    int32_t least = (int32_t)((uint32_t)best - (1u << 24));
+    int64_t kept = 0;
+    for (int64_t i = 0; i < vocab; i++) {
+        int32_t gap = (int32_t)((uint32_t)best - (uint32_t)(scores[i] > least ? scores[i] : least));
+        float y = (float)gap * scale;
+        int32_t distance = (int32_t)rintf(y < (float)FAR ? y : (float)FAR);
+        int keep = scores[i] > MASKED && (!filtered || distance <= min_p);
+        far[i] = keep ? distance : FAR + 1;
+        kept += keep;
+    }
+    if (filtered && top_k > 0 && top_k < kept) {
+        for (int64_t i = 0; i < vocab; i++) mass[i] = far[i] <= FAR;
+        int32_t limit = limit_of_mass(far, mass, vocab, bins, top_k, 0);
+        for (int64_t i = 0; i < vocab; i++) far[i] = far[i] <= limit ? far[i] : FAR + 1;
+    }
+    if (filtered && top_p < 65536) {
+        uint64_t total = 0;
+        for (int64_t i = 0; i < vocab; i++) {
+            mass[i] = far[i] <= FAR ? exp2_negative(far[i]) >> (vocab > 1 << 18) : 0;
+            total += (uint64_t)mass[i];
+        }
+        int drop = 0;
+        while (total >> 13 >> (15 + drop)) drop++;
+        int32_t whole = (int32_t)(total >> drop);
+        int32_t wanted = (((whole >> 14) * top_p) >> 2) + (((whole & 16383) * top_p) >> 16);
+        int32_t limit = limit_of_mass(far, mass, vocab, bins, wanted, drop);
+        for (int64_t i = 0; i < vocab; i++) far[i] = far[i] <= limit ? far[i] : FAR + 1;
+    }
+    uint32_t key = mixed(seed_lo ^ mixed(position * 0x3C6EF372u + 0x1B873593u));
+    uint32_t other = mixed(seed_hi + key * 0x2C1B3C6Du + 0x165667B1u);
+    int32_t drawn = 0, most = MASKED;
+    for (int64_t i = 0; i < vocab; i++) {
+        if (far[i] > FAR || (most > MASKED && FARTHEST_DRAWN - far[i] <= most)) continue;
+        uint32_t hash = mixed(mixed((uint32_t)i * 0x9E3779B1u + key) ^ other);
+        int32_t value = gumbel_log2((int32_t)(hash >> 1)) - far[i];
+        if (value > most) most = value, drawn = (int32_t)i;
+    }
+    return drawn;
+}
+
+/* 1 if there is no memory for a row. See the op for the shapes. */
+int sample(const float *logits, const int32_t *scores, const int32_t *position,
+           const int32_t *seed_lo, const int32_t *seed_hi, const int32_t *greedy,
+           const float *scale, const int32_t *top_k, const int32_t *top_p, const int32_t *min_p,
+           int64_t rows, int64_t vocab, int filtered, int32_t *out, int threads) {
+    int failed = 0;
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows * vocab > SHARED_WORK)
+    for (int64_t r = 0; r < rows; r++) {
+        int32_t *far = malloc(2 * (size_t)vocab * sizeof *far + BINS * sizeof(uint64_t) + 8);
+        if (far == NULL) {
+#pragma omp atomic write
+            failed = 1;
+            continue;
+        }
+        uint64_t *bins = (uint64_t *)(far + 2 * vocab);
+        out[r] = sampled(logits + r * vocab, scores + r * vocab, (uint32_t)position[r],
+                         (uint32_t)seed_lo[r], (uint32_t)seed_hi[r], greedy[r], scale[r], top_k[r],
+                         top_p[r], min_p[r], vocab, filtered, far, far + vocab, bins);
+        free(far);
+    }
+    return failed;
+}
+
 #define BLOCK 64 /* Slots whose K or V is at hand at a time. */
 #define PIECE 16 /* Tokens of a request that one call of `attend` serves, at most. */
 #define SCORES (1 << 18) /* Scores that are kept at a time, unless one token sees more. */

@@ -1,4 +1,4 @@
-"""Norms, gated activations, logits and greedy sampling by C kernels."""
+"""Norms, gated activations, logits and sampling by C kernels."""
 
 from __future__ import annotations
 
@@ -84,4 +84,47 @@ def greedy_sample(logits: Array) -> Array:
     logits = dense(logits)
     out = torch.empty(logits.shape[0], dtype=torch.int32)
     kernel("greedy_sample")(logits.data_ptr(), *logits.shape, out.data_ptr(), get_num_threads())
+    return out
+
+
+@cpu_kernel("quantize_logits", supports_args=_takes_scores)
+def quantize_logits(logits: Array) -> Array:
+    """See the op."""
+    logits = dense(logits)
+    out = torch.empty(logits.shape, dtype=torch.int32)
+    kernel("quantize_logits")(logits.data_ptr(), logits.numel(), out.data_ptr(), get_num_threads())
+    return out
+
+
+def _takes_sample(
+    logits: Array, scores: Array, position: Array, seed_lo: Array, seed_hi: Array, greedy: Array,
+    scale: Array, top_k: Array, top_p: Array, min_p: Array, filtered: bool,
+) -> bool:  # fmt: skip
+    integers = scores, position, seed_lo, seed_hi, greedy, top_k, top_p, min_p
+    floats = logits, scale
+    return all(dtype_name(x) == "int32" for x in integers) and all(
+        dtype_name(x) == "float32" for x in floats
+    )
+
+
+@cpu_kernel("sample", supports_args=_takes_sample)
+def sample(
+    logits: Array, scores: Array, position: Array, seed_lo: Array, seed_hi: Array, greedy: Array,
+    scale: Array, top_k: Array, top_p: Array, min_p: Array, filtered: bool,
+) -> Array:  # fmt: skip
+    """See the op: limits are found in distances counted by their high bits, then by their low
+    ones, and noise is made for words that may still be the one.
+    """
+    arrays = [
+        dense(x)
+        for x in (
+            logits, scores, position, seed_lo, seed_hi, greedy, scale, top_k, top_p, min_p,
+        )
+    ]  # fmt: skip
+    rows, vocab = logits.shape
+    out = torch.empty(rows, dtype=torch.int32)
+    run = kernel("sample")
+    given = [x.data_ptr() for x in arrays]
+    if run(*given, rows, vocab, int(filtered), out.data_ptr(), get_num_threads()):
+        raise OpError(f"sample: no memory for a row of {vocab} words")
     return out

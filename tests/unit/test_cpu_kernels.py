@@ -16,6 +16,8 @@ from twinfer.gpu.plans import make_plans
 from twinfer.ops import OpError, resolve
 from twinfer.ops.cases.attention import paged
 from twinfer.ops.implement import Refusal
+from twinfer.ops.namespaces import namespace
+from twinfer.ops.reference import sampling
 from twinfer.ops.testing import judge, run
 from twinfer.shared.config import DeviceInfo, EngineConfig
 from twinfer.shared.config import resolve as resolve_config
@@ -142,6 +144,46 @@ def test_attention_of_all_sizes(built, dtype, heads, size, settings):
     assert verdict.passed, f"{verdict.error} at {verdict.where}"
 
 
+def sampled_rows(rng, rows, vocab):
+    """Arguments of `sample` with every extreme of its parameters."""
+    logits = rng.normal(size=(rows, vocab)) * rng.choice([0, 1e-4, 1, 5, 50, 1e4], (rows, 1))
+    logits = np.round(logits * 4) / 4 if rng.random() < 0.3 else logits
+    logits = logits.astype(np.float32)
+    if rng.random() < 0.2:
+        logits[rng.integers(rows), rng.integers(vocab)] = rng.choice([np.nan, np.inf, -np.inf])
+    scores = sampling.quantize_logits(namespace("numpy"), logits)
+    if rng.random() < 0.4:
+        some = rng.random((rows, vocab)) < rng.choice([0.1, 0.9, 1.0])
+        scores = np.where(some, sampling.MASKED, scores).astype(np.int32)
+
+    def each(*values):
+        return rng.choice(values, rows).astype(np.int32)
+
+    seeds = rng.integers(-(2**31), 2**31, (2, rows)).astype(np.int32)
+    return {
+        "logits": logits, "scores": scores, "position": each(0, 7, 2**31 - 1), "seed_lo": seeds[0],
+        "seed_hi": seeds[1], "greedy": each(0, 0, 0, 1),
+        "scale": rng.choice([0, 1e-6, 0.1, 1.4427, 1000], rows).astype(np.float32),
+        "top_k": each(0, -1, 1, 2, 50, vocab - 1, vocab, vocab + 5),
+        "top_p": each(0, 1, 6553, 58982, 65535, 65536, 70000),
+        "min_p": each(0, 1, 1000, 100_000, sampling.FAR, 1 << 30),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 17, 300, 5000, sampling.FULL_WEIGHTS + 9])
+def test_words_are_those_of_the_definition(built, vocab):
+    """Whatever the parameters: limits are searched for in another way."""
+    rng = np.random.default_rng(vocab)
+    for filtered in [True, False, True] * (1 if vocab > 5000 else 30):
+        given = sampled_rows(rng, 4, vocab)
+        want = sampling.sample(namespace("numpy"), **given, filtered=filtered)
+        found = rows.sample(**{k: torch.from_numpy(x) for k, x in given.items()}, filtered=filtered)
+        assert found.tolist() == want.tolist()
+        scores = rows.quantize_logits(torch.from_numpy(given["logits"]))
+        want = sampling.quantize_logits(namespace("numpy"), given["logits"])
+        np.testing.assert_array_equal(scores.numpy(), want)
+
+
 @pytest.fixture
 def threads():
     before = torch.get_num_threads()
@@ -161,6 +203,9 @@ def large_calls(dtype):
     yield rows.silu_and_mul, (make(300, 512),)
     yield attention.norm_rope_write_kv, (*wide, angles.cos(), angles.sin(), slots, 1e-6)
     yield rows.greedy_sample, (make(40, 1000).float(),)
+    yield rows.quantize_logits, (make(40, 1000).float(),)
+    drawn = sampled_rows(rng, 40, 1000)
+    yield rows.sample, (*(torch.from_numpy(x) for x in drawn.values()), True)
     if dtype is torch.bfloat16:
         yield rows.logits, (make(13, 100), make(1001, 100))
     lengths = torch.tensor([[0, 1, 2, 180], [150, 90, 178, 0]], dtype=torch.int32)
