@@ -53,9 +53,9 @@ def cache_pages(config: ResolvedConfig, room: int, page: int, per_request: int) 
     CPU, whose memory belongs to others too, at most what all requests can use. Where programs are
     stored, `room` is that of their cache.
     """
-    pages = min(room // page, MOST_PAGES)
     if config.aot_folder is not None:
-        return max(0, pages)
+        return max(0, room // page)
+    pages = min(room // page, MOST_PAGES)
     if config.platform == "cpu" or not config.enable_prefix_caching:
         pages = min(pages, config.max_num_seqs * per_request)
     return max(0, pages)

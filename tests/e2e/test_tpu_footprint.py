@@ -182,6 +182,8 @@ def test_the_cache_takes_what_is_left():
     assert pages("cpu", 100 * page) == 100
     assert pages("cuda", -page) == 0
     assert pages("cuda", 1 << 60) == MOST_PAGES
+    stored = {"aot_folder": "x", "enable_prefix_caching": False}
+    assert pages("tpu", (MOST_PAGES + 1) * page, **stored) == MOST_PAGES + 1
 
 
 def test_programs_that_were_compiled_before_say_how_many_pages(tmp_path, monkeypatch):

@@ -95,6 +95,9 @@ def stored(folder):
     greedy = Demand.of([(6, SamplingParams(temperature=0))])
     out["of greedy"] = start(greedy, aot_folder=folder)[1]
     out["own pages"] = start(aot_folder=folder, num_pages=None, enable_prefix_caching=False)[1]
+    few, out["few"] = start(greedy, num_pages=3)
+    write(few, folder + "-few")
+    out["own few"] = refused(demand=greedy, aot_folder=folder + "-few", num_pages=None)
     narrow, out["narrow"] = start(greedy)
     write(narrow, folder + "-narrow")
     out["both narrow"] = refused(demand=greedy, aot_folder=folder + "-narrow")
@@ -197,6 +200,9 @@ def test_an_engine_reads_the_programs_that_it_needs(aot):
 
 def test_the_cache_is_that_of_the_folder_where_nobody_gives_a_size(aot):
     assert aot["own pages"]["tokens"] == aot["first"]["tokens"]
+    # Fewer than a request of max_model_len needs, as --num-pages allows.
+    assert isinstance(aot["own few"], dict), aot["own few"]
+    assert aot["own few"]["tokens"] == aot["few"]["tokens"]
 
 
 @pytest.mark.parametrize(
