@@ -63,6 +63,10 @@ def build(
     """
     if which not in PROGRAMS:
         raise ConfigError(f"programs: got {which!r}, allowed are {', '.join(PROGRAMS)}")
+    if (stored := options.get("aot_folder")) is not None:
+        raise ConfigError(
+            f"aot_folder: got {stored}, which a start reads; this writes, to the folder of --out"
+        )
     target = topology(where)
     # A compile-only client can write JAX's cache but not read it.
     jax.config.update("jax_enable_compilation_cache", False)

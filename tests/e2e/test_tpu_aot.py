@@ -214,6 +214,8 @@ def test_what_is_refused_before_anything_is_compiled(tmp_path):
         "no other",
         f"qwen3-0.6b --topology v6e:1x1 --out {file}": "out: cannot make the folder .*file: File "
         "exists",
+        f"qwen3-0.6b --topology v6e:1x1 --aot-folder {shared}": "aot_folder: got .*shared, which "
+        "a start reads",
     }
     commands = json.dumps([["aot", *arguments.split(), *SMALL] for arguments in expected])
     command = [sys.executable, "-c", REFUSED, commands]
