@@ -15,6 +15,7 @@ import stat
 from collections.abc import Iterable
 from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ OPTIONS_OF = {
     "model": "config.json, quantization",
     "sources": "this release",
     "num_pages": "kv_cache_memory, memory_utilization, what else holds memory",
-    "devices": "tensor_parallel_size, the machine",
-    "places": "tensor_parallel_size, the machine",
+    "devices": "device, tensor_parallel_size, the machine",
+    "places": "device, tensor_parallel_size, the machine",
     "streams": "comparisons",
 }
 """What the parts of a key come from, where their names do not say it."""
@@ -224,14 +225,21 @@ def _differences(here: dict[str, Any], there: dict[str, Any], within: str = "") 
             found += _differences(own, other, f"{within}{name}.")
             continue
         of = f" (of {OPTIONS_OF[name]})" if name in OPTIONS_OF else ""
-        found.append(f"{within}{name}{of}: {_short(other)} there, {_short(own)} here")
+        found.append(f"{within}{name}{of}: {_short(other, own)} there, {_short(own, other)} here")
     return found
 
 
-def _short(value: Any) -> str:
-    """A value of a key for a line, the middle of long lists left out."""
+def _short(value: Any, other: Any) -> str:
+    """A value of a key for a line: of a long one, what is around its first difference from
+    `other`.
+    """
     words = json.dumps(value)
-    return words if len(words) <= LINE else f"{words[: LINE // 2]}...{words[-LINE // 2 :]}"
+    if len(words) <= LINE:
+        return words
+    pairs = enumerate(zip_longest(words, json.dumps(other)))
+    start = max(0, next(place for place, (own, its) in pairs if own != its) - LINE // 2)
+    before, after = "..." if start else "", "..." if start + LINE < len(words) else ""
+    return f"{before}{words[start : start + LINE]}{after}"
 
 
 def _check_owner(option: str, path: Path) -> None:

@@ -211,7 +211,7 @@ def test_the_cache_is_that_of_the_folder_where_nobody_gives_a_size(aot):
         ("length", "was compiled for another config.max_model_len: 32 there, 24 here"),
         ("pages", "was compiled for another num_pages .*: 16 there, 17 here"),
         ("version", r'another versions.jax: "0.1" there, "[\d.]+" here'),
-        ("place", r"another places .*: \[\[3\]\] there, \[\[0\]\] here"),
+        ("place", r"another places \(of device, .*: \[\[3\]\] there, \[\[0\]\] here"),
         ("wider", "has no program take_rows_16, .*, of the 11 that this start needs"),
         ("camera", "capture: keeps steps with aot_folder None, got .*programs"),
         ("no file", "cannot read .*backbone_decode_8.bin: No such file"),

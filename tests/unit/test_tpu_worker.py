@@ -221,6 +221,8 @@ def test_a_stored_program_runs(stored):
         'plan_hash (of op_priority, enable_ops, row_invariant): "x" there, "y" here'
     ]
     reader.check({"plan_hash": "x", "sides": (1, 2)}, ["double"])
+    with pytest.raises(ConfigError, match=r"sides: \[1, 2\] there, null here"):
+        reader.check({"plan_hash": "x"}, [])
     argument = jax.device_put(np.arange(4, dtype=np.float32), job.arguments[0].sharding)
     assert reader.load(job, devices)(argument).tolist() == [0, 2, 4, 6]
 
@@ -510,6 +512,18 @@ def test_a_key_tells_devices_with_the_same_chip_apart():
         return SimpleNamespace(id=number, coords=(0, 1, 0), core_on_chip=core, **TPU7X)
 
     assert places(device(4, 0), device(5, 1)) == [[4, 0, 1, 0, 0], [5, 0, 1, 0, 1]]
+
+
+def test_long_values_are_told_where_they_differ(tmp_path):
+    sizes = list(range(0, 1024, 8))
+    writer = executables.Writer(str(tmp_path / "x"), {"config": {"mixed_sizes": sizes}})
+    reader = executables.Reader(writer.finish())
+    changed = [13 if size == 512 else size for size in sizes]
+    (line,) = reader.differences({"config": {"mixed_sizes": changed}})
+    there, here = line.removeprefix("config.mixed_sizes: ").removesuffix(" here").split(" there, ")
+    assert "504, 512, 520" in there
+    assert "504, 13, 520" in here
+    assert len(line) < 200
 
 
 @pytest.mark.parametrize("shards", [1, 3, 4])
