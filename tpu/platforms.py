@@ -30,6 +30,9 @@ FIBER_STACK = 1 << 20
 frame of 86 KiB; now and then it does so on a thread with a stack of 64 KiB, and the process ends.
 """
 
+_failure = ""
+"""Why the TPU did not start, where this process goes on with the CPU alone."""
+
 
 def find_device(device: str) -> DeviceInfo:
     """The JAX device that `device` (auto, cpu, cuda, tpu, tpu:1) names. Raises BackendUnavailable.
@@ -84,28 +87,28 @@ def devices(device: str) -> list[jax.Device]:
     """All JAX devices of the kind that `device` names, of all processes. Raises
     BackendUnavailable.
     """
+    global _failure
     if device != "tpu":
         leave_out_libtpu()
     deepen_fibers()
     # JAX would take the CPU, and say so to nobody, where a TPU does not start.
     wanted = "tpu" if device == "auto" and _expects_tpu() else device
     try:
-        return _look(wanted)
+        if wanted == "tpu" and _failure:
+            raise RuntimeError(_failure)
+        with _waiting_for_the_others():
+            return jax.devices(PLATFORMS[wanted] if wanted != "auto" else None)
     except RuntimeError as error:
         if device == "cpu" and jax.config.jax_platforms and _nobody_chose():
             # JAX starts a TPU that it sees for any device, and gives none where that fails.
             jax.config.update("jax_platforms", "cpu")
-            return _look(device)
+            _failure = str(error)
+            return devices(device)
         why = str(error).splitlines()[0]
         hint = ". A TPU is to be seen; --device cpu runs without it" if wanted != device else ""
         raise BackendUnavailable(
             f"device: JAX has no {wanted} device here ({why}){hint}"
         ) from error
-
-
-def _look(kind: str) -> list[jax.Device]:
-    with _waiting_for_the_others():
-        return jax.devices(PLATFORMS[kind] if kind != "auto" else None)
 
 
 def _nobody_chose() -> bool:
@@ -116,7 +119,7 @@ def _nobody_chose() -> bool:
 
 def _expects_tpu() -> bool:
     """Whether JAX is to run on a TPU: one is to be seen, and nobody has chosen platforms."""
-    return has_tpu() and _nobody_chose()
+    return has_tpu() and (bool(_failure) or _nobody_chose())
 
 
 def _waiting_for_the_others() -> AbstractContextManager[None]:

@@ -109,6 +109,7 @@ def test_a_cpu_is_found_beside_a_tpu_that_does_not_start(monkeypatch):
     monkeypatch.setattr(platforms, "has_tpu", lambda *_: True)
     monkeypatch.setattr(platforms, "deepen_fibers", lambda: None)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr(platforms, "_failure", "")
     chosen = SimpleNamespace(jax_platforms="tpu,cpu")
     chosen.update = lambda name, value: setattr(chosen, name, value)
     monkeypatch.setattr(jax, "config", chosen)
@@ -122,6 +123,9 @@ def test_a_cpu_is_found_beside_a_tpu_that_does_not_start(monkeypatch):
     with pytest.raises(BackendUnavailable, match=r"no tpu device here .*process 7.*--device cpu"):
         platforms.devices("auto")
     assert platforms.devices("cpu")[0].platform == "cpu"
+    # That was for who named it: who does not is told still.
+    with pytest.raises(BackendUnavailable, match=r"no tpu device here .*process 7.*--device cpu"):
+        platforms.devices("auto")
     chosen.jax_platforms = "tpu,cpu"
     monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
     with pytest.raises(BackendUnavailable, match="no cpu device here"):
