@@ -77,7 +77,7 @@ def memory_of(device: jax.Device) -> tuple[int, int]:
     return stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
 
 
-def compiled_memory(kind: str) -> int:
+def compiler_memory(kind: str) -> int:
     """Bytes that the compiler lets a program use on a TPU of a kind; 0 if it is not known."""
     chip = BY_KIND.get(OTHER_NAMES.get(kind, kind))
     return 0 if chip is None else chip.hbm

@@ -46,7 +46,7 @@ from .compilation_cache import use_cache
 from .kv_buffer import as_buffer, as_heads, page_bytes
 from .ladder import describe, jobs, program_model
 from .plans import make_plans
-from .platforms import compiled_memory, devices_of, find_device, memory_of
+from .platforms import compiler_memory, devices_of, find_device, memory_of
 from .programs import loop_sampler, loop_samplers
 from .sharding import lying_in_rows, make_mesh, on
 from .state import State, initial_state
@@ -211,7 +211,7 @@ class JaxWorker:
         if stored is not None:
             # What fits was found when they were compiled, by the compiler's word on the memory, of
             # which a runtime offers some megabytes less.
-            counted = max(limit, compiled_memory(self.device.name))
+            counted = max(limit, compiler_memory(self.device.name))
             return min(stored, int(counted * config.memory_utilization) - used - page)
         allowed = int(limit * config.memory_utilization)
         if self.device.platform != "tpu":
