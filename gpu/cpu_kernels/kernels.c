@@ -129,20 +129,25 @@ INLINE float inverse_rms(const float *x, int64_t n, float eps) {
     return 1.0f / sqrtf(dot(x, x, n) / (float)n + eps);
 }
 
+INLINE int all_finite(const float *x, int64_t n) {
+    int32_t infinite = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, x + i, 4);
+        infinite |= (bits & 0x7f800000) == 0x7f800000;
+    }
+    return !infinite;
+}
+
 /* The first of the largest logits of each row, -1 if one is not finite. */
 void greedy_sample(const float *logits, int64_t rows, int64_t vocab, int32_t *out, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows * vocab > SHARED_WORK)
     for (int64_t r = 0; r < rows; r++) {
         const float *x = logits + r * vocab;
-        int32_t infinite = 0;
-        for (int64_t i = 0; i < vocab; i++) {
-            uint32_t bits;
-            memcpy(&bits, x + i, 4);
-            infinite |= (bits & 0x7f800000) == 0x7f800000;
-        }
+        int finite = all_finite(x, vocab);
         float best = largest(x, vocab, -INFINITY);
         int32_t token = -1;
-        for (int64_t j = 0; !infinite && j < vocab; j++)
+        for (int64_t j = 0; finite && j < vocab; j++)
             if (x[j] == best) {
                 token = (int32_t)j;
                 break;
@@ -152,19 +157,21 @@ void greedy_sample(const float *logits, int64_t rows, int64_t vocab, int32_t *ou
 }
 
 #define MASKED (-2147483647) /* The score of a word that is not allowed. */
-#define FAR (1 << 22)        /* Distances to the best word are cut here, in log2 units of Q16. */
-#define FARTHEST_DRAWN (32 << 16) /* The noise of a word is less than that. */
-#define BINS 2049                 /* Of distances by their high bits. */
-#define FINE 11                   /* Low bits of a distance. */
+#define ONE (1 << 16)
+#define FAR (1 << 22)              /* Distances to the best word are cut here, in log2 units. */
+#define MAX_NOISE (32 << 16)       /* The noise of a word is less than that. */
+#define FULL_WEIGHTS (1 << 18)     /* The weights of more words have a bit less. */
+#define FINE 11                    /* Low bits of a distance. */
+#define BINS ((FAR >> FINE) + 1)   /* Of distances by their high bits; no fewer than of low ones. */
 
 /* Logits in Q16, NaN as masked. See `quantize_logits` of ops/reference/sampling.py. */
 void quantize_logits(const float *logits, int64_t count, int32_t *out, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && count > SHARED_WORK)
     for (int64_t i = 0; i < count; i++) {
-        float x = logits[i], y = x * 65536.0f, limit = 536870912.0f;
+        float x = logits[i], y = x * (float)ONE, limit = 8192.0f * (float)ONE;
         y = y > limit ? limit : y;
         y = y < -limit ? -limit : y;
-        out[i] = x == x ? (int32_t)rintf(x == x ? y : 0.0f) : MASKED;
+        out[i] = x == x ? (int32_t)rintf(y) : MASKED;
     }
 }
 
@@ -192,7 +199,7 @@ INLINE int32_t gumbel_log2(int32_t bits) {
     return (16 << 16) - log2_q16((32 << 16) - log2_q16(2 * bits + 1));
 }
 
-INLINE uint32_t mixed(uint32_t x) {
+INLINE uint32_t mix(uint32_t x) {
     x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
     x = (x ^ (x >> 13)) * 0xC2B2AE35u;
     return x ^ (x >> 16);
@@ -200,9 +207,9 @@ INLINE uint32_t mixed(uint32_t x) {
 
 INLINE int32_t exp2_negative(int32_t x) {
     static const int32_t bent[] = {12656, -3049, 449};
-    int32_t whole = x >> 16, fraction = (x & 65535) >> 1;
+    int32_t whole = x >> 16, fraction = (x & (ONE - 1)) >> 1;
     int32_t bend = (fraction * ((1 << 15) - fraction)) >> 13;
-    int32_t power = 65536 - fraction - ((horner(fraction, bent, 3) * bend) >> 17);
+    int32_t power = ONE - fraction - ((horner(fraction, bent, 3) * bend) >> 17);
     int32_t top = power << 10, most = (1 << 26) - 1;
     return (top < most ? top : most) >> (whole < 31 ? whole : 31);
 }
@@ -228,19 +235,19 @@ INLINE int32_t limit_of_mass(const int32_t *far, const int32_t *mass, int64_t vo
     return (int32_t)(bin << FINE) + fine;
 }
 
+/* Leave out the words beyond a distance. */
+INLINE void cut(int32_t *far, int64_t vocab, int32_t limit) {
+    for (int64_t i = 0; i < vocab; i++) far[i] = far[i] <= limit ? far[i] : FAR + 1;
+}
+
 /* Of one row. `far` and `mass` [vocab] and `bins` are memory for it. */
-static int32_t sampled(const float *logits, const int32_t *scores, uint32_t position,
-                       uint32_t seed_lo, uint32_t seed_hi, int32_t greedy, float scale,
-                       int32_t top_k, int32_t top_p, int32_t min_p, int64_t vocab, int filtered,
-                       int32_t *far, int32_t *mass, uint64_t *bins) {
-    int32_t infinite = 0, best = scores[0];
-    for (int64_t i = 0; i < vocab; i++) {
-        uint32_t bits;
-        memcpy(&bits, logits + i, 4);
-        infinite |= (bits & 0x7f800000) == 0x7f800000;
-        best = scores[i] > best ? scores[i] : best;
-    }
-    if (infinite) return -1;
+static int32_t sample_row(const float *logits, const int32_t *scores, uint32_t position,
+                          uint32_t seed_lo, uint32_t seed_hi, int32_t greedy, float scale,
+                          int32_t top_k, int32_t top_p, int32_t min_p, int64_t vocab,
+                          int filtered, int32_t *far, int32_t *mass, uint64_t *bins) {
+    if (!all_finite(logits, vocab)) return -1;
+    int32_t best = scores[0];
+    for (int64_t i = 1; i < vocab; i++) best = scores[i] > best ? scores[i] : best;
     if (greedy > 0) {
         int64_t first = -1;
         for (int64_t i = 0; i < vocab; i++)
@@ -260,28 +267,26 @@ static int32_t sampled(const float *logits, const int32_t *scores, uint32_t posi
     }
     if (filtered && top_k > 0 && top_k < kept) {
         for (int64_t i = 0; i < vocab; i++) mass[i] = far[i] <= FAR;
-        int32_t limit = limit_of_mass(far, mass, vocab, bins, top_k, 0);
-        for (int64_t i = 0; i < vocab; i++) far[i] = far[i] <= limit ? far[i] : FAR + 1;
+        cut(far, vocab, limit_of_mass(far, mass, vocab, bins, top_k, 0));
     }
-    if (filtered && top_p < 65536) {
+    if (filtered && top_p < ONE) {
         uint64_t total = 0;
         for (int64_t i = 0; i < vocab; i++) {
-            mass[i] = far[i] <= FAR ? exp2_negative(far[i]) >> (vocab > 1 << 18) : 0;
+            mass[i] = far[i] <= FAR ? exp2_negative(far[i]) >> (vocab > FULL_WEIGHTS) : 0;
             total += (uint64_t)mass[i];
         }
         int drop = 0;
         while (total >> 13 >> (15 + drop)) drop++;
         int32_t whole = (int32_t)(total >> drop);
         int32_t wanted = (((whole >> 14) * top_p) >> 2) + (((whole & 16383) * top_p) >> 16);
-        int32_t limit = limit_of_mass(far, mass, vocab, bins, wanted, drop);
-        for (int64_t i = 0; i < vocab; i++) far[i] = far[i] <= limit ? far[i] : FAR + 1;
+        cut(far, vocab, limit_of_mass(far, mass, vocab, bins, wanted, drop));
     }
-    uint32_t key = mixed(seed_lo ^ mixed(position * 0x3C6EF372u + 0x1B873593u));
-    uint32_t other = mixed(seed_hi + key * 0x2C1B3C6Du + 0x165667B1u);
+    uint32_t key = mix(seed_lo ^ mix(position * 0x3C6EF372u + 0x1B873593u));
+    uint32_t other = mix(seed_hi + key * 0x2C1B3C6Du + 0x165667B1u);
     int32_t drawn = 0, most = MASKED;
     for (int64_t i = 0; i < vocab; i++) {
-        if (far[i] > FAR || (most > MASKED && FARTHEST_DRAWN - far[i] <= most)) continue;
-        uint32_t hash = mixed(mixed((uint32_t)i * 0x9E3779B1u + key) ^ other);
+        if (far[i] > FAR || (most > MASKED && MAX_NOISE - far[i] <= most)) continue;
+        uint32_t hash = mix(mix((uint32_t)i * 0x9E3779B1u + key) ^ other);
         int32_t value = gumbel_log2((int32_t)(hash >> 1)) - far[i];
         if (value > most) most = value, drawn = (int32_t)i;
     }
@@ -296,16 +301,16 @@ int sample(const float *logits, const int32_t *scores, const int32_t *position,
     int failed = 0;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows * vocab > SHARED_WORK)
     for (int64_t r = 0; r < rows; r++) {
-        int32_t *far = malloc(2 * (size_t)vocab * sizeof *far + BINS * sizeof(uint64_t) + 8);
+        int32_t *far = malloc(2 * (size_t)vocab * sizeof *far + BINS * sizeof(uint64_t));
         if (far == NULL) {
 #pragma omp atomic write
             failed = 1;
             continue;
         }
         uint64_t *bins = (uint64_t *)(far + 2 * vocab);
-        out[r] = sampled(logits + r * vocab, scores + r * vocab, (uint32_t)position[r],
-                         (uint32_t)seed_lo[r], (uint32_t)seed_hi[r], greedy[r], scale[r], top_k[r],
-                         top_p[r], min_p[r], vocab, filtered, far, far + vocab, bins);
+        out[r] = sample_row(logits + r * vocab, scores + r * vocab, (uint32_t)position[r],
+                            (uint32_t)seed_lo[r], (uint32_t)seed_hi[r], greedy[r], scale[r],
+                            top_k[r], top_p[r], min_p[r], vocab, filtered, far, far + vocab, bins);
         free(far);
     }
     return failed;

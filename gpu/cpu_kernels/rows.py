@@ -115,16 +115,11 @@ def sample(
     """See the op: limits are found in distances counted by their high bits, then by their low
     ones, and noise is made for words that may still be the one.
     """
-    arrays = [
-        dense(x)
-        for x in (
-            logits, scores, position, seed_lo, seed_hi, greedy, scale, top_k, top_p, min_p,
-        )
-    ]  # fmt: skip
+    settings = position, seed_lo, seed_hi, greedy, scale, top_k, top_p, min_p
+    arrays = [dense(x) for x in (logits, scores, *settings)]
     rows, vocab = logits.shape
     out = torch.empty(rows, dtype=torch.int32)
-    run = kernel("sample")
     given = [x.data_ptr() for x in arrays]
-    if run(*given, rows, vocab, int(filtered), out.data_ptr(), get_num_threads()):
+    if kernel("sample")(*given, rows, vocab, int(filtered), out.data_ptr(), get_num_threads()):
         raise OpError(f"sample: no memory for a row of {vocab} words")
     return out
