@@ -1,5 +1,5 @@
-"""The inputs of a step on the device: one static buffer that all programs read, filled by one copy
-a step.
+"""The inputs of a step on the device: one static buffer that all programs read, filled at once
+before each step.
 
 A graph reads fixed addresses, so each program's fields lie at fixed places of one buffer. Page
 tables stay on the device, one permanent row per request: a step brings only the entries that are
@@ -8,14 +8,16 @@ new, and one kernel scatters them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..bucketing import Descriptor, Table
+from ..shared.compilation_config import CUDAGraphMode
 from ..shared.errors import InternalError, OutsideTable
 from ..shared.page_groups import PageGroup
 from ..shared.step import (
@@ -33,6 +35,7 @@ from ..shared.step import (
     tables_of,
     with_masks,
 )
+from .graphs import GraphRecorder, Replay, alias_of
 
 ALIGNMENT = 16
 """int32 entries between the starts of fields: 64 bytes, so that vectorised loads are aligned in
@@ -82,6 +85,11 @@ class _Places:
     new_column: slice
     new_token: slice
 
+    @property
+    def rounded(self) -> int:
+        """The size, rounded up to a power of two: programs of similar sizes share a graph."""
+        return 1 << (self.size - 1).bit_length()
+
 
 @dataclass(frozen=True, slots=True)
 class _Target:
@@ -97,8 +105,8 @@ class _Target:
 
 
 class _Slot:
-    """One pinned buffer and the event behind the copy that last read it; on a CPU the static
-    buffer itself.
+    """One pinned buffer and the event behind what last read it; on a CPU the static buffer
+    itself.
     """
 
     def __init__(self, static: torch.Tensor) -> None:
@@ -109,6 +117,19 @@ class _Slot:
         self.array = self.tensor.numpy()
         self.read = torch.cuda.Event() if cuda else None
         self.targets: dict[Descriptor, _Target] = {}
+        self.graphs: dict[int, Replay] = {}
+        """What brings the first entries of the buffer to the device, by their number."""
+
+    def capture(
+        self, recorder: GraphRecorder, d: Descriptor, static: torch.Tensor, sizes: Collection[int]
+    ) -> None:
+        """Make `graphs` of these sizes."""
+        held = self.tensor
+        seen = alias_of(held.data_ptr(), held.shape, held.dtype, static.device.index, held)
+        for size in sizes:
+            bring = partial(torch.bitwise_or, seen[:size], 0, out=static[:size])
+            bring()
+            self.graphs[size], _ = recorder.capture(d, CUDAGraphMode.FULL, bring)
 
     def target(self, d: Descriptor, places: _Places, device: torch.Tensor) -> _Target:
         """The program's views, of this buffer and of the static one."""
@@ -144,7 +165,7 @@ class StepInputs:
         self._cuda = device.type == "cuda"
         self._places = {d: _places(d, shape, self.page_sizes) for d in table}
         self._by_requests = {d.requests: d for d in table}
-        size = max(places.size for places in self._places.values())
+        size = max(places.rounded for places in self._places.values())
         self.buffer = torch.zeros(size, dtype=torch.int32, device=device)
         self.pages = torch.zeros(
             (shape.table_rows, shape.pages_per_request), dtype=torch.int32, device=device
@@ -177,6 +198,16 @@ class StepInputs:
         )
         self._views: dict[Descriptor, dict[str, torch.Tensor]] = {}
         self._host_views: dict[Descriptor, dict[str, torch.Tensor]] = {}
+
+    def capture(self, recorder: GraphRecorder) -> None:
+        """Let graphs bring the inputs from now on, each of one kernel that reads the host's memory.
+
+        The copy engine keeps the graph behind it waiting for some 10 us. A kernel of torch outside
+        of graphs would leave the device in the state of which `Worker.warm_up` tells.
+        """
+        sizes = {places.rounded for places in self._places.values()}
+        for slot in self._slots:
+            slot.capture(recorder, next(iter(self._places)), self.buffer, sizes)
 
     def fields(self, descriptor: Descriptor) -> dict[str, torch.Tensor]:
         """The program's fields on the device: those of the batch, of sampling, and the new
@@ -323,7 +354,11 @@ class StepInputs:
         if host:
             self._on_host.numpy()[: places.size] = slot.array[: places.size]
         if slot.read is not None:
-            target.device.copy_(target.host, non_blocking=True)
+            bring = slot.graphs.get(places.rounded)
+            if bring is None:
+                target.device.copy_(target.host, non_blocking=True)
+            else:
+                bring()
             slot.read.record(stream)
 
     def _stage_pages(self, step: StepInput, target: _Target) -> None:

@@ -354,6 +354,7 @@ class TorchWorker:
                 # The largest first: the smaller ones find their memory in the pool.
                 order = sorted(table, key=lambda d: -d.tokens)
                 built("graphs", order, lambda d: programs.capture(recorder, d))
+                self._inputs.capture(recorder)
         self._take_eager_memory(table)
         if self._kept_in is not None:
             write_atomically(self._kept_in / BUILT, "")
