@@ -4,6 +4,7 @@ weights as they lie, and widen them in registers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from .narrow_kernels import (
     quantizing_gemv_kernel,
     widen_kernel,
 )
+from .rows import added_and_normed, takes_add_norm
 
 PACKED = ("int4", "fp4")
 UNITS_CAPABILITY = (9, 0)
@@ -101,7 +103,7 @@ def _quantized_by(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> t
 
 def _in_words(x: torch.Tensor) -> torch.Tensor:
     """Rows whose entries are neighbours; those of whole words of e4m3 lie at multiples of 8 bytes,
-    as `_row_in_words` reads them.
+    as `_fours` reads them.
     """
     aligned = x.stride(0) % 4 == 0 and x.data_ptr() % 8 == 0
     if x.stride(1) == 1 and (aligned or x.shape[1] % 4):
@@ -275,6 +277,90 @@ def linear_int8(
     return _product(x, weight, weight_scale, None, x_scale, bias, "int8", getattr(torch, dtype))
 
 
+def _takes_behind_norm(
+    x: Array,
+    residual: Array,
+    norm: Array,
+    weight: Array,
+    weight_scale: Array,
+    bias: Array | None,
+    eps: float,
+) -> bool | Refusal:
+    if not takes_add_norm(x, residual, norm, eps):
+        return False
+    return takes_quantised(x, weight, None, weight_scale, bias, dtype_name(x))
+
+
+def _units_take_behind_norm(
+    x: Array,
+    residual: Array,
+    norm: Array,
+    weight: Array,
+    weight_scale: Array,
+    bias: Array | None,
+    eps: float,
+) -> bool | Refusal:
+    if not takes_add_norm(x, residual, norm, eps):
+        return False
+    return takes_units(x, weight, None, weight_scale, bias, dtype_name(x))
+
+
+@implement(
+    "add_norm_linear_fp8",
+    provider="scaled_mm",
+    framework="torch",
+    supported=lambda: capability() >= UNITS_CAPABILITY,
+    supports_args=_units_take_behind_norm,
+    opaque=True,
+    preferred_on=("cuda",),
+    dot=FP8_UNITS,
+)
+def add_norm_linear_fp8_units(
+    x: Array,
+    residual: Array,
+    norm: Array,
+    weight: Array,
+    weight_scale: Array,
+    bias: Array | None,
+    eps: float,
+) -> tuple[Array, Array]:
+    """See the op: many rows by the chip's fp8 units."""
+    return _behind_norm(linear_fp8_units, x, residual, norm, weight, weight_scale, bias, eps)
+
+
+@triton_kernel("add_norm_linear_fp8", supports_args=_takes_behind_norm)
+def add_norm_linear_fp8(
+    x: Array,
+    residual: Array,
+    norm: Array,
+    weight: Array,
+    weight_scale: Array,
+    bias: Array | None,
+    eps: float,
+) -> tuple[Array, Array]:
+    """See the op."""
+    return _behind_norm(linear_fp8, x, residual, norm, weight, weight_scale, bias, eps)
+
+
+def _behind_norm(
+    linear: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    norm: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op, by an implementation of `linear_fp8`."""
+    if norms(x, weight, scale):
+        total = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+        added = AddedNorm(residual, norm, eps, total)
+        return quantizing_gemv(x, weight, scale, bias, x.dtype, norm=added)[0], total
+    normed, total = added_and_normed(x, residual, norm, eps)
+    return linear(normed, weight, None, scale, bias, dtype_name(x)), total
+
+
 class Product(NamedTuple):
     """A product as kernels take it: x [row k], the weight and its scales [n k / group], zeros of
     these or None, scales of x or None, a bias [n] or None, and where it goes [row n].
@@ -401,9 +487,28 @@ def quantises(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> boo
     return few and k % 4 == 0 and power_of_2(k) <= min(setting["most_k"], 9 * k // 8)
 
 
+def norms(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Whether `quantizing_gemv_kernel` takes the norm of these rows, and not a launch before it."""
+    n, k = weight.shape
+    return quantises(x, weight, scale) and bool(
+        config("quantizing_gemv", f"{n}x{k}").get("norm", 1)
+    )
+
+
 def _programs(blocks: int, most: int) -> int:
     """How many programs, at most `most`, take as many blocks each as the busiest has to."""
     return triton.cdiv(blocks, triton.cdiv(blocks, most))
+
+
+class AddedNorm(NamedTuple):
+    """The norm of the sum of rows and a residual [row k], with a weight [k]; `total` [row k] gets
+    the sum.
+    """
+
+    residual: torch.Tensor
+    weight: torch.Tensor
+    eps: float
+    total: torch.Tensor
 
 
 def quantizing_gemv(
@@ -414,13 +519,18 @@ def quantizing_gemv(
     dtype: torch.dtype,
     *,
     gated: bool = False,
+    norm: AddedNorm | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The product of rows that `quantises` takes. If `gated`, silu(gate) * up of it, and the sizes
-    of the largest entries of parts of each row [row part].
+    """The product of rows that `quantises` takes, or of their `norm`. If `gated`, silu(gate) * up
+    of it, and the sizes of the largest entries of parts of each row [row part].
     """
     rows, (n, k) = x.shape[0], weight.shape
     setting, block_k = config("quantizing_gemv", f"{n}x{k}"), power_of_2(k)
     x = _in_words(x)
+    residual, of_norm, eps, total = (x, x, 0.0, x)
+    if norm is not None:
+        residual, of_norm = _in_words(norm.residual), _in_words(norm.weight[None, :])
+        eps, total = norm.eps, norm.total
     scale = (scale if scale.shape[0] == n else scale.expand(n, -1)).contiguous()
     n = n // 2 if gated else n
     out = torch.empty((rows, n), dtype=dtype, device=x.device)
@@ -434,11 +544,11 @@ def quantizing_gemv(
     if rows == 0:
         return out, largest
     quantizing_gemv_kernel[(programs,)](
-        x, weight.contiguous().view(torch.int32), scale,
+        x, residual, of_norm, total, weight.contiguous().view(torch.int32), scale,
         out if bias is None else bias.contiguous(), out, scale if largest is None else largest,
-        x.stride(0),
-        N=n, K=k, ROWS=rows, HAS_BIAS=bias is not None, GATED=gated, BLOCK_N=block_n,
-        WORDS=block_k // 4, num_warps=setting["warps"], **overlap(early=True),
+        eps, x.stride(0), residual.stride(0),
+        N=n, K=k, ROWS=rows, NORMED=norm is not None, HAS_BIAS=bias is not None, GATED=gated,
+        BLOCK_N=block_n, WORDS=block_k // 4, num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip
     return out, largest
 

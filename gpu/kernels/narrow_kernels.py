@@ -235,11 +235,47 @@ def _fours_in_words(y, of):
 
 
 @triton.jit
-def _row_in_words(x, j, K: tl.constexpr):
-    """(A row of bfloat16 as words j of e4m3, its scale): the bits of `_as_e4m3`, by instructions
-    that take two entries.
+def _apart(fours):
+    """Entries 0, 1, 2 and 3 of fours of bfloat16, in float32."""
+    low, high = fours.to(tl.int32), (fours >> 32).to(tl.int32)
+    a, b = (low << 16).to(tl.float32, bitcast=True), (low & -65536).to(tl.float32, bitcast=True)
+    c, d = (high << 16).to(tl.float32, bitcast=True), (high & -65536).to(tl.float32, bitcast=True)
+    return a, b, c, d
+
+
+@triton.jit
+def _as_fours(a, b, c, d):
+    """Numbers of float32 as fours of bfloat16."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 x, y; cvt.rn.bf16x2.f32 x, $2, $1; cvt.rn.bf16x2.f32 y, $4, $3; "
+        "mov.b64 $0, {x, y}; }",
+        "=l,r,r,r,r",
+        [a, b, c, d],
+        dtype=tl.int64,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _normed_fours(x, residual, norm, eps, K: tl.constexpr):
+    """(Fours of the norm of x + residual, fours of that sum), all given in fours: the sum is read
+    as it was rounded, as by `add_rms_norm_kernel`.
     """
-    y = _fours(x, j, K)
+    a, b, c, d = _apart(x)
+    e, f, g, h = _apart(residual)
+    total = _as_fours(a + e, b + f, c + g, d + h)
+    a, b, c, d = _apart(total)
+    scale = tl.rsqrt(tl.sum(a * a + b * b + c * c + d * d, 0) / K + eps)
+    e, f, g, h = _apart(norm)
+    return _as_fours(a * scale * e, b * scale * f, c * scale * g, d * scale * h), total
+
+
+@triton.jit
+def _row_in_words(y):
+    """(A row in fours of bfloat16 as words of e4m3, its scale): the bits of `_as_e4m3`, by
+    instructions that take two entries.
+    """
     sizes = tl.inline_asm_elementwise(
         "{ .reg .b32 a, b; mov.b64 {a, b}, $1; "
         "and.b32 a, a, 0x7FFF7FFF; and.b32 b, b, 0x7FFF7FFF; max.bf16x2 $0, a, b; }",
@@ -257,14 +293,31 @@ def _row_in_words(x, j, K: tl.constexpr):
 
 
 @triton.jit
-def _quantised_row(x, j, K: tl.constexpr):
-    """(A row as e4m3 in float32, entries 0, 1, 2 and 3 of words j; its scale)."""
-    if ASSEMBLED & (x.dtype.element_ty == tl.bfloat16):
-        words, of = _row_in_words(x, j, K)
+def _quantised_row(x, residual, norm, total, eps, j, K: tl.constexpr, NORMED: tl.constexpr):
+    """(A row as e4m3 in float32, entries 0, 1, 2 and 3 of words j; its scale). NORMED: the norm of
+    its sum with the residual, which the first program leaves in `total`.
+    """
+    dtype: tl.constexpr = x.dtype.element_ty
+    same: tl.constexpr = (norm.dtype.element_ty == dtype) | (not NORMED)
+    if ASSEMBLED & same & (dtype == tl.bfloat16):
+        y = _fours(x, j, K)
+        if NORMED:
+            y, both = _normed_fours(y, _fours(residual, j, K), _fours(norm, j, K), eps, K)
+            if tl.program_id(0) == 0:
+                tl.store(total.to(tl.pointer_type(tl.int64)) + j, both, mask=j < K // 4)
+        words, of = _row_in_words(y)
         a, b, c, d = _numbers(words)
     else:
         k = j[:, None] * 4 + tl.arange(0, 4)[None, :]
         y = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+        if NORMED:
+            y = y + tl.load(residual + k, mask=k < K, other=0.0).to(tl.float32)
+            if tl.program_id(0) == 0:
+                tl.store(total + k, y.to(dtype), mask=k < K)
+            y = y.to(dtype).to(tl.float32)
+            y = y * tl.rsqrt(tl.sum(tl.sum(y * y, 1), 0) / K + eps)
+            y = y * tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
+            y = y.to(dtype).to(tl.float32)
         of = scale_of(tl.max(tl.max(size_of(y), 1), 0), True)
         q = _narrowed(y * tl.div_rn(1.0, of), True).to(tl.float32)
         even, odd = tl.split(tl.reshape(q, [j.shape[0], 2, 2]))
@@ -286,14 +339,18 @@ def _sum_of_words(words, a, b, c, d):
 
 @triton.jit
 def quantizing_gemv_kernel(
-    x, weight, scale, bias, out, largest, x_stride, N: tl.constexpr, K: tl.constexpr,
-    ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr,
-    WORDS: tl.constexpr, OVERLAP: tl.constexpr,
+    x, residual, norm, total, weight, scale, bias, out, largest, eps, x_stride, residual_stride,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, NORMED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (program): each takes every num_programs-th block of the N results. Weights are words of
     e4m3 with a scale for each row. ROWS, 1 or 2, of x are quantised by each program, once. WORDS is
     at least K / 4. The next block is asked for while one is multiplied: as bytes, each would take a
     register meanwhile.
+
+    NORMED: they are the norm of x + residual, with the weight `norm`, and the sum goes to `total`
+    [row K].
 
     GATED: the weight has 2 N rows, of N gates and of what goes with them; its results are rounded
     to the dtype of `out` and go through silu(gate) * up. The size of the largest result that each
@@ -307,10 +364,12 @@ def quantizing_gemv_kernel(
     if GATED:
         u, of_u = _words_of_rows(up, up_scale, n, j, N, K)
     wait(OVERLAP)
-    a0, a1, a2, a3, of_a = _quantised_row(x, j, K)
+    a0, a1, a2, a3, of_a = _quantised_row(x, residual, norm, total, eps, j, K, NORMED)
     b0, b1, b2, b3, of_b = a0, a1, a2, a3, of_a
     if ROWS > 1:
-        b0, b1, b2, b3, of_b = _quantised_row(x + x_stride, j, K)
+        b0, b1, b2, b3, of_b = _quantised_row(
+            x + x_stride, residual + residual_stride, norm, total + K, eps, j, K, NORMED
+        )
     most, most_b = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
     for block in range(tl.program_id(0), tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
         n = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -585,7 +644,7 @@ def quantize_kernel(
     wait(OVERLAP)
     if ASSEMBLED & FP8 & (groups == 1) & (K % 4 == 0) & (x.dtype.element_ty == tl.bfloat16):
         j = tl.arange(0, BLOCK_K // 4)
-        words, of_row = _row_in_words(x + row * x_stride, j, K)
+        words, of_row = _row_in_words(_fours(x + row * x_stride, j, K))
         tl.store(scale + row, of_row)
         out = values.to(tl.pointer_type(tl.int32)) + row * (K // 4)
         tl.store(out + j, words, mask=j < K // 4)

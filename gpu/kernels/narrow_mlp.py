@@ -1,5 +1,6 @@
 """gated_mlp_fp8: the activation and the quantisation of what it gives are one launch; for few
 tokens the activation is part of the first product.
+add_norm_gated_mlp_fp8: for one token the norm is part of the first product too.
 gated_mlp_grouped: for few tokens and weights of int4 the activation is part of the product.
 """
 
@@ -15,11 +16,13 @@ from ...ops.reference.narrow import FP8_UNITS
 from .launch import capability, config, overlap, power_of_2, triton_kernel
 from .narrow import (
     UNITS_CAPABILITY,
+    AddedNorm,
     fragments,
     fragments_take,
     linear_fp8,
     linear_fp8_units,
     linear_grouped,
+    norms,
     prepared,
     quantises,
     quantize_fp8_dynamic,
@@ -32,12 +35,16 @@ from .narrow import (
     try_operand_kernels,
 )
 from .narrow_kernels import silu_quantize_kernel
-from .rows import silu_and_mul
+from .rows import added_and_normed, silu_and_mul, takes_add_norm
 
 MOST_GATED = 1 << 15
 """Entries of a row that one program takes through the activation."""
 
 Linear = Callable[..., torch.Tensor]
+Weights = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None
+]
+"""Both weights of an MLP, each with its scales and its bias."""
 
 
 def _takes(
@@ -124,6 +131,102 @@ def gated_mlp_fp8(
     return _mlp(linear_fp8, x, *weights)
 
 
+def _takes_behind_norm(
+    x: Array,
+    residual: Array,
+    norm: Array,
+    gate_up: Array,
+    gate_up_scale: Array,
+    gate_up_bias: Array | None,
+    down: Array,
+    down_scale: Array,
+    down_bias: Array | None,
+    eps: float,
+) -> bool | Refusal:
+    if not takes_add_norm(x, residual, norm, eps):
+        return False
+    return _takes(x, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias)
+
+
+def _units_take_behind_norm(
+    x: Array,
+    residual: Array,
+    norm: Array,
+    gate_up: Array,
+    gate_up_scale: Array,
+    gate_up_bias: Array | None,
+    down: Array,
+    down_scale: Array,
+    down_bias: Array | None,
+    eps: float,
+) -> bool | Refusal:
+    if not takes_add_norm(x, residual, norm, eps):
+        return False
+    return _units_take(x, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias)
+
+
+@implement(
+    "add_norm_gated_mlp_fp8",
+    provider="scaled_mm",
+    framework="torch",
+    supported=lambda: capability() >= UNITS_CAPABILITY,
+    supports_args=_units_take_behind_norm,
+    opaque=True,
+    preferred_on=("cuda",),
+    dot=FP8_UNITS,
+)
+def add_norm_gated_mlp_fp8_units(
+    x: Array,
+    residual: Array,
+    norm: Array,
+    gate_up: Array,
+    gate_up_scale: Array,
+    gate_up_bias: Array | None,
+    down: Array,
+    down_scale: Array,
+    down_bias: Array | None,
+    eps: float,
+) -> tuple[Array, Array]:
+    """See the op: many rows by the chip's fp8 units."""
+    weights = (gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias)
+    return _behind_norm(linear_fp8_units, x, residual, norm, eps, weights)
+
+
+@triton_kernel("add_norm_gated_mlp_fp8", supports_args=_takes_behind_norm)
+def add_norm_gated_mlp_fp8(
+    x: Array,
+    residual: Array,
+    norm: Array,
+    gate_up: Array,
+    gate_up_scale: Array,
+    gate_up_bias: Array | None,
+    down: Array,
+    down_scale: Array,
+    down_bias: Array | None,
+    eps: float,
+) -> tuple[Array, Array]:
+    """See the op."""
+    weights = (gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias)
+    return _behind_norm(linear_fp8, x, residual, norm, eps, weights)
+
+
+def _behind_norm(
+    linear: Linear,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    weights: Weights,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The MLP of the norm of x + residual, by an implementation of `linear_fp8`, and that sum."""
+    gate_up, gate_up_scale, *_ = weights
+    if norms(x, gate_up, gate_up_scale):
+        total = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+        return _mlp(linear, x, *weights, AddedNorm(residual, norm, eps, total)), total
+    normed, total = added_and_normed(x, residual, norm, eps)
+    return _mlp(linear, normed, *weights), total
+
+
 def _mlp(
     linear: Linear,
     x: torch.Tensor,
@@ -133,13 +236,16 @@ def _mlp(
     down: torch.Tensor,
     down_scale: torch.Tensor,
     down_bias: torch.Tensor | None,
+    norm: AddedNorm | None = None,
 ) -> torch.Tensor:
-    """The MLP, by an implementation of `linear_fp8`."""
+    """The MLP, by an implementation of `linear_fp8`. With `norm` of a row that `quantises` takes:
+    of that.
+    """
     dtype = dtype_name(x)
     weights = (gate_up, gate_up_scale, gate_up_bias)
     # One program would take a row through the activation: longer than the quantisation alone.
     if quantises(x, gate_up, gate_up_scale):
-        hidden, largest = quantizing_gemv(x, *weights, x.dtype, gated=True)
+        hidden, largest = quantizing_gemv(x, *weights, x.dtype, gated=True, norm=norm)
         values, scale = quantized_by_largest(hidden, largest)
     else:
         tokens, of = quantize_fp8_dynamic(x, "row", 0)

@@ -24,7 +24,7 @@ from ...ops.reference.quantization import FP8_MAX, largest_of_rows, scale_of
 from .exchange_kernels import best_kernel, scales_kernel
 from .launch import FLOATS, overlap, power_of_2, processors
 from .reduce_kernels import reduce_kernel
-from .rows import MAX_WIDTH, _takes_add_norm, fused_add_rms_norm
+from .rows import MAX_WIDTH, fused_add_rms_norm, takes_add_norm
 
 MOST_BYTES = 64 << 20
 """Of the rows that two ranks send each other for a sum."""
@@ -206,7 +206,7 @@ def all_reduce_of_peers(x: Array) -> Array:
     return x
 
 
-@on_peers("reduce_add_rms_norm", supports_args=_takes_add_norm)
+@on_peers("reduce_add_rms_norm", supports_args=takes_add_norm)
 def reduce_add_rms_norm_of_peers(
     x: Array, residual: Array, weight: Array, eps: float
 ) -> tuple[Array, Array]:
@@ -273,7 +273,7 @@ def token_scales(x: Array, limit: float) -> Array:
 
 
 @on_gpus(
-    "reduce_add_rms_norm", provider="nccl", supports_args=_takes_add_norm, preferred_on=("cuda",)
+    "reduce_add_rms_norm", provider="nccl", supports_args=takes_add_norm, preferred_on=("cuda",)
 )
 def reduce_add_rms_norm(
     x: Array, residual: Array, weight: Array, eps: float

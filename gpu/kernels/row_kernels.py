@@ -51,24 +51,23 @@ def rms_norm_pair_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def add_rms_norm_kernel(
-    x, x_weight, residual, weight, rows, x_eps, eps, x_stride, residual_stride,
-    HAS_X_NORM: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x, x_weight, residual, weight, out, sums, rows, x_eps, eps, x_stride, residual_stride,
+    out_stride, sums_stride, HAS_X_NORM: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (block of ROWS rows). residual becomes the sum of itself and x, x the norm of that; with
-    HAS_X_NORM x is normed before. What is read again is read as it was rounded.
+    """Grid (block of ROWS rows). `sums` is x + residual, `out` the norm of that; with HAS_X_NORM x
+    is normed before. What is read again is read as it was rounded. `out` may be x, and `sums` the
+    residual.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, BLOCK_N)
     mask = (row < rows)[:, None] & (n < N)[None, :]
-    at_x, at_residual = (
-        x + row[:, None] * x_stride + n[None, :],
-        residual + row[:, None] * residual_stride + n[None, :],
-    )
     w = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)
     if HAS_X_NORM:
         of_x = tl.load(x_weight + n, mask=n < N, other=0.0).to(tl.float32)
     wait(OVERLAP)
+    at_x = x + row[:, None] * x_stride + n[None, :]
+    at_residual = residual + row[:, None] * residual_stride + n[None, :]
     total = tl.load(at_x, mask=mask, other=0.0).to(tl.float32)
     before = tl.load(at_residual, mask=mask, other=0.0).to(tl.float32)
     if HAS_X_NORM:
@@ -76,10 +75,11 @@ def add_rms_norm_kernel(
         normed = total * scale[:, None] * of_x[None, :]
         total = normed.to(x.dtype.element_ty).to(tl.float32)
     rounded = (total + before).to(residual.dtype.element_ty)
-    tl.store(at_residual, rounded, mask=mask)
+    tl.store(sums + row[:, None] * sums_stride + n[None, :], rounded, mask=mask)
     y = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(y * y, 1) / N + eps)
-    tl.store(at_x, (y * scale[:, None] * w[None, :]).to(x.dtype.element_ty), mask=mask)
+    y = (y * scale[:, None] * w[None, :]).to(out.dtype.element_ty)
+    tl.store(out + row[:, None] * out_stride + n[None, :], y, mask=mask)
 
 
 @triton.jit

@@ -81,18 +81,28 @@ def rms_norm_pair(x: Array, first: Array, second: Array, eps: float) -> tuple[Ar
     return out, other
 
 
-def _takes_add_norm(x: Array, residual: Array, weight: Array, eps: float) -> bool:
+def takes_add_norm(x: Array, residual: Array, weight: Array, eps: float) -> bool:
     return _takes_norm(x, weight, eps) and x.ndim == 2 and dtype_name(residual) == dtype_name(x)
 
 
-@triton_kernel("fused_add_rms_norm", supports_args=_takes_add_norm, inplace=True)
+@triton_kernel("fused_add_rms_norm", supports_args=takes_add_norm, inplace=True)
 def fused_add_rms_norm(x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
     """See the op: in place, x becomes the norm and residual the sum."""
     if x.stride(1) != 1 or residual.stride(1) != 1:
         y, total = fused_add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
         return x.copy_(y), residual.copy_(total)
-    _add_and_norm(x, None, residual, weight, 0.0, eps)
+    _add_and_norm(x, None, residual, weight, 0.0, eps, x, residual)
     return x, residual
+
+
+def added_and_normed(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fused_add_rms_norm` into memory of its own."""
+    x, residual = (y if y.stride(1) == 1 else y.contiguous() for y in (x, residual))
+    out, sums = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    _add_and_norm(x, None, residual, weight, 0.0, eps, out, sums)
+    return out, sums
 
 
 def _add_and_norm(
@@ -102,16 +112,20 @@ def _add_and_norm(
     weight: torch.Tensor,
     x_eps: float,
     eps: float,
+    out: torch.Tensor,
+    sums: torch.Tensor,
 ) -> None:
-    """In place, as `norm_add_rms_norm`; without `x_weight` x is added as it is."""
+    """What `norm_add_rms_norm` gives goes to `out` and `sums`, which may be x and residual; without
+    `x_weight` x is added as it is.
+    """
     rows, n = x.shape
     several, width = _blocks(n, rows, config("rows"))
     weight = weight.contiguous()
     of_x = weight if x_weight is None else x_weight.contiguous()
     add_rms_norm_kernel[(triton.cdiv(rows, several),)](
-        x, of_x, residual, weight, rows, x_eps, eps, x.stride(0), residual.stride(0),
-        HAS_X_NORM=x_weight is not None, N=n, ROWS=several, BLOCK_N=width,
-        num_warps=_warps(several * width), **overlap(early=True),
+        x, of_x, residual, weight, out, sums, rows, x_eps, eps, x.stride(0), residual.stride(0),
+        out.stride(0), sums.stride(0), HAS_X_NORM=x_weight is not None, N=n, ROWS=several,
+        BLOCK_N=width, num_warps=_warps(several * width), **overlap(early=True),
     )  # fmt: skip
 
 
@@ -123,7 +137,7 @@ def _takes_norm_add(
     x_eps: float,
     eps: float,
 ) -> bool:
-    return dtype_name(x_weight) in FLOATS and _takes_add_norm(x, residual, weight, eps)
+    return dtype_name(x_weight) in FLOATS and takes_add_norm(x, residual, weight, eps)
 
 
 @triton_kernel("norm_add_rms_norm", supports_args=_takes_norm_add, inplace=True)
@@ -140,7 +154,7 @@ def norm_add_rms_norm(
         dense = x.contiguous(), x_weight, residual.contiguous(), weight
         y, total = norm_add_rms_norm(*dense, x_eps, eps)
         return x.copy_(y), residual.copy_(total)
-    _add_and_norm(x, x_weight, residual, weight, x_eps, eps)
+    _add_and_norm(x, x_weight, residual, weight, x_eps, eps, x, residual)
     return x, residual
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..namespaces import namespace
 from ..reference import lora, narrow, quantization
-from ..testing import Arguments, Bound
+from ..testing import TESTING, Arguments, Bound
 from .dense import chain
 from .families import SUMS, Function, altered, judged, normal, rows, scaled, without_tail
 
@@ -355,22 +355,20 @@ def _mlp_cut_sums(a: Arguments) -> Any:
     return 2.0 * off @ np.abs(_wide(second)[1]).T + cut_sums(second)
 
 
-def _mlp_flips(a: Arguments, storage: Any) -> Any:
-    """What entries between the products do that may be others: where float32 sums decide how gate,
-    up or what is made of them is rounded, and that decides about an entry, or about the largest of
-    a row, which its scale is made of.
+SIDES = (0.0, -1.0, 1.0)
+
+
+def _stored(x: np.ndarray, off: np.ndarray, storage: Any) -> list[np.ndarray]:
+    """x as it is rounded to the storage dtype, and as it is where it is off by so much."""
+    return [(x + side * off).astype(storage).astype(np.float64) for side in SIDES]
+
+
+def _quantised_otherwise(rows: np.ndarray) -> np.ndarray:
+    """How far entries of rows, of which all candidates are given [candidate tok k], may be off once
+    they are quantised, the first candidate's from another's: an entry, or the largest of a row,
+    which its scale is made of, may be another one.
     """
-    first, second, gate, up = _mlp_sides(a)
-    sums = np.split(ACCUMULATED * 2.0**-24 * _products(first), 2, axis=1)
-    sides = (0.0, -1.0, 1.0)
-
-    def stored(x: np.ndarray, off: np.ndarray) -> list[np.ndarray]:
-        return [(x + side * off).astype(storage).astype(np.float64) for side in sides]
-
-    gates, ups = (stored(x, off) for x, off in zip((gate, up), sums, strict=True))
-    made = [g / (1.0 + np.exp(-g)) * u for g in gates for u in ups]
-    hidden = np.stack([h for x in made for h in stored(x, ACCUMULATED * 2.0**-24 * np.abs(x))])
-    own, size = hidden[0], np.abs(hidden)
+    own, size = rows[0], np.abs(rows)
     scales = [
         quantized("fp8", largest, "row")[1].astype(np.float64)
         for largest in (own, size.min(0), size.max(0))
@@ -384,12 +382,24 @@ def _mlp_flips(a: Arguments, storage: Any) -> Any:
 
     others = [
         entries(x, scale, side)
-        for x in (own, hidden.min(0), hidden.max(0))
+        for x in (own, rows.min(0), rows.max(0))
         for scale in scales
-        for side in sides
+        for side in SIDES
     ]
-    step = np.max([np.abs(x - others[0]) for x in others], axis=0)
-    return step @ np.abs(_wide(second)[1]).T
+    step: np.ndarray = np.max([np.abs(x - others[0]) for x in others], axis=0)
+    return step
+
+
+def _mlp_flips(a: Arguments, storage: Any, off: np.ndarray | float = 0.0) -> Any:
+    """What entries between the products do that may be others: where float32 sums decide how gate,
+    up or what is made of them is rounded. `off`: how far these sums may be off besides.
+    """
+    first, second, gate, up = _mlp_sides(a)
+    sums = np.split(ACCUMULATED * 2.0**-24 * _products(first) + off, 2, axis=1)
+    gates, ups = (_stored(*both, storage) for both in zip((gate, up), sums, strict=True))
+    made = [g / (1.0 + np.exp(-g)) * u for g in gates for u in ups]
+    hidden = [h for x in made for h in _stored(x, ACCUMULATED * 2.0**-24 * np.abs(x), storage)]
+    return _quantised_otherwise(np.stack(hidden)) @ np.abs(_wide(second)[1]).T
 
 
 def _mlp_with(change: Callable[[Any, Any], Any]) -> Function:
@@ -447,6 +457,161 @@ judged(
     magnitude=_mlp_products,
     flips=_mlp_flips,
     dots={narrow.FP8_UNITS: _mlp_cut_sums},
+)
+
+
+def _with_norm(a: Arguments) -> Arguments:
+    """Arguments of an op with those of the norm in front of it, whose root is not 1."""
+    x = a["x"]
+    dtype = str(x.dtype)
+    residual = normal(69, dtype, *x.shape) * x.dtype.type(3.0)
+    return {"x": x, "residual": residual, "norm": normal(70, dtype, x.shape[1]), **a, "eps": 1e-5}
+
+
+def _summed(a: Arguments, storage: Any = np.float64) -> tuple[np.ndarray, np.ndarray]:
+    """(the norm of x + residual, the sum), in float64."""
+    total = (a["x"] + a["residual"]).astype(storage).astype(np.float64)
+    root = np.sqrt((total * total).mean(1, keepdims=True) + a["eps"])
+    return total / root * a["norm"], total
+
+
+def _norm_flips(
+    a: Arguments, storage: Any, weight: str, scale: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """(The normed row as it is rounded, how far its product may be off by entries of it that may be
+    others).
+    """
+    x, _ = _summed(a, storage)
+    rows = np.stack(_stored(x, ACCUMULATED * 2.0**-24 * np.abs(x), storage))
+    sizes = np.abs(a[weight].astype(np.float64) * a[scale])
+    return rows[0], _quantised_otherwise(rows) @ sizes.T
+
+
+def _behind_norm(change: Callable[..., Any], finish: Callable[..., Any]) -> Function:
+    """An op with another norm: `change(ops, x, residual, norm, eps)` gives (normed, sum), and
+    `finish(ops, normed, ...)` what the op makes of it.
+    """
+
+    def mutant(
+        ops: Any, x: Any, residual: Any, norm: Any, eps: float, **weights: Any
+    ) -> tuple[Any, Any]:
+        normed, total = change(ops, x, residual, norm, eps)
+        return finish(ops, normed, **weights), total
+
+    return mutant
+
+
+def _normed(ops: Any, total: Any, norm: Any, eps: float) -> Any:
+    return ops.rms_norm(ops.rounded(total), norm, eps)
+
+
+def _without_root(ops: Any, x: Any, residual: Any, norm: Any, eps: float) -> tuple[Any, Any]:
+    return (x + residual) * norm, x + residual
+
+
+def _root_of_half(ops: Any, x: Any, residual: Any, norm: Any, eps: float) -> tuple[Any, Any]:
+    total = x + residual
+    root = np.sqrt((total[:, ::2] ** 2).mean(1, keepdims=True) + eps)
+    return total / root * norm, total
+
+
+WRONG_NORMS: dict[str, Callable[..., Any]] = {
+    "residual ignored": lambda ops, x, residual, norm, eps: (
+        _normed(ops, x, norm, eps),
+        x + residual,
+    ),
+    "sum without the residual": lambda ops, x, residual, norm, eps: (
+        _normed(ops, x + residual, norm, eps),
+        x,
+    ),
+    "no norm": _without_root,
+    "no weight": lambda ops, x, residual, norm, eps: (
+        _normed(ops, x + residual, np.ones_like(norm), eps),
+        x + residual,
+    ),
+    "the norm returned": lambda ops, x, residual, norm, eps: (
+        _normed(ops, x + residual, norm, eps),
+        _normed(ops, x + residual, norm, eps),
+    ),
+    "norm of half of a row": _root_of_half,
+}
+
+
+def _linear_behind_norm(a: Arguments) -> Arguments:
+    """Those of `linear_fp8`, of the normed row."""
+    return {**a, "x": _summed(a)[0], "x_scale": None}
+
+
+judged(
+    "add_norm_linear_fp8",
+    lambda dtype: {
+        f"{tokens} tokens, bias {bias}": _with_norm(
+            {
+                name: value
+                for name, value in _linear_case("fp8", dtype, bias, "row", n=48, k=k).items()
+                if name not in ("x", "x_scale", "dtype")
+            }
+            | {"x": normal(58, dtype, tokens, k)}
+        )
+        for tokens, k, bias in ((1, 64, False), (2, 256, True), (20, 67, True))
+    },
+    {
+        name: _behind_norm(
+            change,
+            lambda ops, x, weight, weight_scale, bias: ops.linear_fp8(
+                x, weight, None, weight_scale, bias, "float64"
+            ),
+        )
+        for name, change in WRONG_NORMS.items()
+    },
+    bound=Bound(
+        accumulated=ACCUMULATED,
+        inner=1.0,
+        ties=1.0,
+        reason="an entry beside a tie of e4m3 may fall to its other side",
+    ),
+    magnitude=lambda a: (_products(_linear_behind_norm(a)), np.abs(_summed(a)[1])),
+    flips=lambda a, storage: (
+        _norm_flips(a, storage, "weight", "weight_scale")[1],
+        np.zeros_like(a["residual"]),
+    ),
+    dots={
+        narrow.FP8_UNITS: lambda a: (
+            cut_sums(_linear_behind_norm(a)),
+            np.zeros_like(a["residual"]),
+        )
+    },
+)
+
+
+def _mlp_behind_norm_flips(a: Arguments, storage: Any) -> Any:
+    """The MLP's, and what entries of the normed row do that may be others."""
+    x, off = _norm_flips(a, storage, "gate_up", "gate_up_scale")
+    return _mlp_flips({**a, "x": x}, storage, off), np.zeros_like(a["residual"])
+
+
+judged(
+    "add_norm_gated_mlp_fp8",
+    lambda dtype: {
+        "odd sizes, biases": _with_norm(_mlp_case(dtype, 6, 67, 45, True)),
+        **{
+            f"{tokens} tokens of 64": _with_norm(_mlp_case(dtype, tokens, 64, 48, False))
+            for tokens in (1, 2, 20)
+        },
+    },
+    {
+        name: _behind_norm(change, lambda ops, x, **weights: ops.gated_mlp_fp8(x, **weights))
+        for name, change in WRONG_NORMS.items()
+    },
+    bound=TESTING["gated_mlp_fp8"].bound,
+    magnitude=lambda a: (_mlp_products({**a, "x": _summed(a)[0]}), np.abs(_summed(a)[1])),
+    flips=_mlp_behind_norm_flips,
+    dots={
+        narrow.FP8_UNITS: lambda a: (
+            _mlp_cut_sums({**a, "x": _summed(a)[0]}),
+            np.zeros_like(a["residual"]),
+        )
+    },
 )
 
 

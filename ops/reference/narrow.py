@@ -125,6 +125,65 @@ def gated_mlp_fp8(
 
 
 @define(
+    shapes="x [tok k], residual [tok k], norm [k], weight [n k], weight_scale [s u], bias [n] -> "
+    "[tok n] x, [tok k] x",
+    level="coarse",
+    composition=("fused_add_rms_norm", "linear_fp8"),
+    contract=Contract(
+        rounds="where its finer ops do; the normed row is quantised as it was rounded",
+        dot="as linear_fp8",
+    ),
+)
+def add_norm_linear_fp8(
+    ops: Any,
+    x: Array,
+    residual: Array,
+    norm: Array,
+    weight: Array,
+    weight_scale: Array,
+    bias: Array | None,
+    eps: float,
+) -> tuple[Array, Array]:
+    """(linear_fp8(n, ...), s) with s = x + residual and n = rms_norm(s) by the weight `norm` [k]: a
+    projection with the norm in front of it. x and residual [tok k].
+    """
+    normed, total = ops.fused_add_rms_norm(x, residual, norm, eps)
+    return ops.linear_fp8(normed, weight, None, weight_scale, bias, dtype_name(x)), total
+
+
+@define(
+    shapes="x [tok dim], residual [tok dim], norm [dim], gate_up [2*inter dim], "
+    "gate_up_scale [s u], gate_up_bias [2*inter], down [dim inter], down_scale [t v], "
+    "down_bias [dim] -> [tok dim] x, [tok dim] x",
+    level="coarse",
+    composition=("fused_add_rms_norm", "gated_mlp_fp8"),
+    contract=Contract(
+        rounds="where its finer ops do; what goes into a product is quantised as it was rounded",
+        dot="as linear_fp8",
+    ),
+)
+def add_norm_gated_mlp_fp8(
+    ops: Any,
+    x: Array,
+    residual: Array,
+    norm: Array,
+    gate_up: Array,
+    gate_up_scale: Array,
+    gate_up_bias: Array | None,
+    down: Array,
+    down_scale: Array,
+    down_bias: Array | None,
+    eps: float,
+) -> tuple[Array, Array]:
+    """(gated_mlp_fp8(n, ...), s) with s = x + residual and n = rms_norm(s) by the weight `norm`
+    [dim]: a sublayer with the norm in front of it. x and residual [tok dim].
+    """
+    normed, total = ops.fused_add_rms_norm(x, residual, norm, eps)
+    weights = gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias
+    return ops.gated_mlp_fp8(normed, *weights), total
+
+
+@define(
     shapes="x [tok k], weight [n m], scale [n t], zero [n t], bias [n] -> [tok n] x",
     contract=Contract(
         rounds="the weight once to the storage dtype, or not at all; the product once, after the "

@@ -19,7 +19,7 @@ from .config import ModelConfig
 from .families import model_of, parameters_of
 from .rope import rope_inverse_frequencies
 from .spec import Layer, Model, Norm, Sublayer, mixes_tokens, source_of
-from .stages import Array, Batch, Cache, Rows, Weights, stage_of
+from .stages import Array, Batch, Cache, Rows, Weights, begins_with_norm, from_stream, stage_of
 
 __all__ = [
     "Batch",
@@ -155,21 +155,10 @@ def layer(
     narrowing = None if batch.rows is None else last_mixing(spec)
     post = before and replace(before, weight=BEFORE)
     for number, sub in enumerate(spec):
-        if post is not None and sub.pre is not None:
-            x, residual = ops.norm_add_rms_norm(
-                hidden,
-                weights[post.weight],
-                residual,
-                weights[sub.pre.weight],
-                post.eps,
-                sub.pre.eps,
-            )
-        else:
-            x, residual = pre_norm(ops, sub.pre, weights, hidden, residual, sub.reduces_before)
         rows = batch.rows if number == narrowing else None
-        stage = stage_of(sub.mixer)
-        seen = batch._replace(rows=rows, stream=residual)
-        hidden, cache = stage(ops, sub.mixer, weights, x, cache, seen)
+        (hidden, residual), cache = through_mixer(
+            ops, sub, weights, Stream(hidden, residual), cache, batch._replace(rows=rows), post
+        )
         if rows is not None:
             residual = residual[rows.index]
             batch = batch.narrowed(rows)
@@ -184,6 +173,33 @@ def layer(
         if sub.factor is not None:
             factor = weights[sub.factor]
             hidden, residual = ops.scale_by(hidden, factor), ops.scale_by(residual, factor)
+    return Stream(hidden, residual), cache
+
+
+def through_mixer(
+    ops: Any,
+    sub: Sublayer,
+    weights: Weights,
+    stream: Stream,
+    cache: Cache,
+    batch: Batch,
+    post: Norm | None,
+) -> tuple[Stream, Cache]:
+    """A stream whose summands are what the mixer gives of the norm of `stream`, and the sum of
+    that. `post`: its hidden states are still to be normed by this.
+    """
+    (hidden, residual), norm = stream, sub.pre
+    if post is not None and norm is not None:
+        own, other = weights[post.weight], weights[norm.weight]
+        x, residual = ops.norm_add_rms_norm(hidden, own, residual, other, post.eps, norm.eps)
+    elif norm is not None and not sub.reduces_before and begins_with_norm(sub.mixer):
+        given = weights, norm, hidden, residual, cache, batch
+        hidden, residual, cache = from_stream(ops, sub.mixer, *given)
+        return Stream(hidden, residual), cache
+    else:
+        x, residual = pre_norm(ops, norm, weights, hidden, residual, sub.reduces_before)
+    seen = batch._replace(stream=residual)
+    hidden, cache = stage_of(sub.mixer)(ops, sub.mixer, weights, x, cache, seen)
     return Stream(hidden, residual), cache
 
 

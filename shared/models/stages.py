@@ -8,7 +8,7 @@ which family it is in.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from ..errors import ConfigError
 from .spec import (
@@ -22,6 +22,7 @@ from .spec import (
     MlpAndExperts,
     Model,
     Narrow,
+    Norm,
 )
 
 DEALT = ("o", "down", "shared_down")
@@ -201,6 +202,43 @@ def gated_mlp(
     return op(x, weights[up], bias_up, weights[down], bias_down)
 
 
+def begins_with_norm(mixer: Mixer) -> TypeGuard[Attention | Mlp]:
+    """Whether one op computes what a mixer begins with and the norm in front of that: tokens are
+    quantised by row there.
+    """
+    if not isinstance(mixer, Attention | Mlp) or type(mixer) in _replaced:
+        return False
+    if mixer.narrow is None or not quantises_rows(mixer.narrow):
+        return False
+    if isinstance(mixer, Attention):
+        return mixer.reads is None
+    return mixer.act == "silu" and not _is_dealt(mixer.narrow, "down")
+
+
+def from_stream(
+    ops: Any,
+    spec: Attention | Mlp,
+    weights: Weights,
+    norm: Norm,
+    hidden: Array,
+    residual: Array,
+    cache: Cache,
+    batch: Batch,
+) -> tuple[Array, Array, Cache]:
+    """(What a mixer that `begins_with_norm` gives of the norm of a stream's two summands, their
+    sum, the cache).
+    """
+    given = hidden, residual, weights[norm.weight]
+    if isinstance(spec, Mlp):
+        pieces = _pieces(weights, ("gate_up", "down"), ("", "_scale", "_bias"))
+        y, total = ops.add_norm_gated_mlp_fp8(*given, *pieces, norm.eps)
+        return y, total, cache
+    pieces = _pieces(weights, ("qkv",), ("", "_scale", "_bias"))
+    qkv, total = ops.add_norm_linear_fp8(*given, *pieces, norm.eps)
+    y, cache = attention_of(ops, spec, weights, qkv, cache, batch)
+    return y, total, cache
+
+
 def angles_of(spec: Attention, batch: Batch) -> tuple[Array, Array]:
     """cos and sin [tok r] of a layer's own rotary embedding."""
     if spec.angles is None:
@@ -217,6 +255,13 @@ def attention_stage(
         q = queries(ops, spec, weights, x, batch)
         return attended(ops, spec, weights, q, cache, batch), cache
     qkv = project(ops, weights, "qkv", x, batch, spec.narrow)
+    return attention_of(ops, spec, weights, qkv, cache, batch)
+
+
+def attention_of(
+    ops: Any, spec: Attention, weights: Weights, qkv: Array, cache: Cache, batch: Batch
+) -> tuple[Array, Cache]:
+    """The same from q, k and v [tok q+2*kv] of the tokens on."""
     if spec.wide_qk_norm:
         qkv = normed_over_heads(ops, spec, qkv, weights["q_norm"], weights["k_norm"])
     q_norm = weights["q_norm"] if spec.qk_norm else None

@@ -343,8 +343,8 @@ def test_a_scale_of_quantised_weights_that_is_off_is_seen(small_model, monkeypat
     project = stages.project
 
     def wrong(ops, weights, name, x, *rest):
-        if name == "qkv" and type(x).__module__ == "torch":
-            weights = {**weights, "qkv_scale": weights["qkv_scale"] * 1.001}
+        if name == "o" and type(x).__module__ == "torch":
+            weights = {**weights, "o_scale": weights["o_scale"] * 1.001}
         return project(ops, weights, name, x, *rest)
 
     monkeypatch.setattr(stages, "project", wrong)

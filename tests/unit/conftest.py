@@ -31,7 +31,16 @@ def hopper(monkeypatch):
     if launch.INTERPRETED:
         pytest.skip("the interpreter has taken the compiler's place")
     monkeypatch.setattr(launch, "capability", lambda: (9, 0))
-    for module in ("attention", "sampling", "moe", "moe_narrow", "narrow", "reduce", "gemv"):
+    for module in (
+        "attention",
+        "sampling",
+        "moe",
+        "moe_narrow",
+        "narrow",
+        "reduce",
+        "gemv",
+        "rows",
+    ):
         monkeypatch.setattr(f"twinfer.gpu.kernels.{module}.processors", lambda: 132)
     for module in ("attention", "sampling", "narrow", "gemv"):
         monkeypatch.setattr(

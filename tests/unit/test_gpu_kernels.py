@@ -22,7 +22,12 @@ from twinfer.ops.cases.attention import by_head, paged, released
 from twinfer.ops.cases.dense import _product
 from twinfer.ops.cases.generators import generator, normal
 from twinfer.ops.cases.moe import _chosen, _named, _narrow, mixture
-from twinfer.ops.cases.quantized import _grouped_mlp_case, _mlp_case, quantized
+from twinfer.ops.cases.quantized import (
+    _grouped_mlp_case,
+    _mlp_case,
+    _with_norm,
+    quantized,
+)
 from twinfer.ops.cases.sampling import FAR, MASKED, ONE, _sample_arguments
 from twinfer.ops.testing import (
     DTYPES,
@@ -115,6 +120,9 @@ QUICK = " and not ".join(
         "mlp_of_fp8[2",
         "mlp_of_fp8[33",
         "mlp_of_fp8[9-96",
+        "behind_a_norm[add_norm_gated_mlp_fp8-1-1000",
+        "behind_a_norm[add_norm_gated_mlp_fp8-3-128-float32",
+        "case[add_norm_gated_mlp_fp8-torch-triton",
         "case[gated_mlp_fp8-torch-triton",
         "narrow_weights[int4-1-True-70",
         "narrow_weights[int4-12-True-70",
@@ -869,6 +877,29 @@ def test_triton_mlp_of_fp8(kernels, device, rows, dim, inter):
     )
     want = product({"x": values, "x_scale": scale}, second)
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("weight", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("rows", "dim"), [(1, 120), (1, 128), (1, 1000), (1, 96), (3, 128)])
+@pytest.mark.parametrize("op", ["add_norm_linear_fp8", "add_norm_gated_mlp_fp8"])
+def test_triton_products_of_fp8_behind_a_norm(kernels, device, op, rows, dim, weight):
+    """One row of 120, 128 and 1000 is normed within the product; the sum has the bits of one
+    rounding everywhere.
+    """
+    x = _with_norm(_mlp_case("bfloat16", rows, dim, 208, True))
+    x["norm"] = x["norm"].astype(DTYPES[weight])
+    if op == "add_norm_linear_fp8":
+        more = {
+            "weight": x["gate_up"],
+            "weight_scale": x["gate_up_scale"],
+            "bias": x["gate_up_bias"],
+        }
+        x = {name: x[name] for name in ("x", "residual", "norm")} | more | {"eps": x["eps"]}
+    outputs = run(op, "torch", "triton", x, device)
+    verdict = Judge(op, x)(outputs)
+    assert verdict.passed, verdict
+    total = x["x"].astype(np.float32) + x["residual"].astype(np.float32)
+    np.testing.assert_array_equal(outputs[1], total.astype(outputs[1].dtype))
 
 
 @pytest.mark.parametrize("zeros", [False, True])

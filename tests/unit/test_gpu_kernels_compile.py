@@ -416,6 +416,30 @@ def test_mlp_of_fp8_compiles(compiled, rows):
     assert compiled == launches
 
 
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float32])
+def test_mlp_of_fp8_behind_a_norm_compiles(compiled, weight):
+    from twinfer.gpu.kernels import narrow_mlp
+
+    dim, inter = 1024, 14336
+    up = torch.zeros(2 * inter, dim, dtype=torch.float8_e4m3fn), torch.zeros(2 * inter, 1), None
+    down = torch.zeros(dim, inter, dtype=torch.float8_e4m3fn), torch.zeros(dim, 1), None
+    norm = torch.ones(dim, dtype=weight)
+    for rows, first in ((1, ["quantizing_gemv_kernel"]), (2, ["add_rms_norm_kernel"])):
+        stream = (torch.zeros(rows, dim, dtype=torch.bfloat16) for _ in range(2))
+        narrow_mlp.add_norm_gated_mlp_fp8(*stream, norm, *up, *down, 1e-5)
+        assert compiled[: len(first)] == first
+        compiled.clear()
+
+
+def test_product_of_fp8_behind_a_norm_compiles(compiled):
+    from twinfer.gpu.kernels import narrow
+
+    stream = (torch.zeros(1, 1024, dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.zeros(6144, 1024, dtype=torch.float8_e4m3fn), torch.zeros(6144, 1), None
+    narrow.add_norm_linear_fp8(*stream, torch.ones(1024, dtype=torch.bfloat16), *weight, 1e-5)
+    assert compiled == ["quantizing_gemv_kernel"]
+
+
 @pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow), 16, 300])
 @pytest.mark.parametrize(
     ("kind", "zeros"),

@@ -533,6 +533,6 @@ def test_graphs_are_searched_for_what_is_several_calls_and_nothing_else():
     assert set(found) == {
         "gated_mlp", "gated_mlp_grouped", "gelu_gated_mlp", "fused_add_rms_norm",
         "fused_add_gemma_rms_norm", "fused_add_layer_norm", "reduce_add_rms_norm",
-        "norm_add_rms_norm", "penalised_sample", "rms_norm_pair",
+        "norm_add_rms_norm", "penalised_sample", "rms_norm_pair", "add_norm_gated_mlp_fp8",
     }  # fmt: skip
     assert found.index("gated_mlp") < found.index("fused_add_rms_norm")
