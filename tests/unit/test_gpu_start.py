@@ -19,6 +19,7 @@ from twinfer.gpu import start_plan
 from twinfer.gpu.backend import code_kept_in, key_factors
 from twinfer.gpu.compilation import check_effect, compiled_kinds
 from twinfer.gpu.fit import fit_mode
+from twinfer.gpu.graphs import GraphRecorder
 from twinfer.gpu.inputs import StepInputs
 from twinfer.gpu.plans import make_plans
 from twinfer.gpu.plumbing import plumbing, put_pages
@@ -151,12 +152,18 @@ def random_step(d, rng, count, longest, loop=None, shape=SHAPE):
     return StepInput(0, d, shape, "greedy", batch, settings, loop=loop, page_table=pages)
 
 
-def test_static_inputs_hold_what_the_steps_say():
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True])
+def test_static_inputs_hold_what_the_steps_say(device, captured):
     """Every field of every program, over steps of all kinds in turn, each with its page table."""
-    inputs, rng = (
-        StepInputs(TABLE, SHAPE, (PageGroup(PAGE),), torch.device("cpu")),
-        np.random.default_rng(0),
-    )
+    where, rng = torch.device(device), np.random.default_rng(0)
+    inputs = StepInputs(TABLE, SHAPE, (PageGroup(PAGE),), where)
+    if captured:
+        if device == "cpu":
+            pytest.skip("nothing is captured on a CPU")
+        recorder = GraphRecorder()
+        with recorder.recording():
+            inputs.capture(recorder)
     for _ in range(20):
         for d in TABLE:
             loop = (
@@ -172,7 +179,7 @@ def test_static_inputs_hold_what_the_steps_say():
                 (sampling_layout(d.requests), step.sampling),
             ):
                 for name, value in layout.views(buffer).items():
-                    assert fields[name].numpy().tobytes() == value.tobytes(), (d, name)
+                    assert fields[name].cpu().numpy().tobytes() == value.tobytes(), (d, name)
             assert inputs.host_fields(d)["kv_lens"].tolist() == step.field("kv_lens").tolist()
             # Whatever lay there before: a sampler that reads histories may run on this step's fields.
             assert (fields["new_column"] == -1).all()
