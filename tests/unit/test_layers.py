@@ -11,14 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twinfer.ops import Recorder, resolve
+from twinfer.ops.cases.quantized import quantized
 from twinfer.ops.implement import Refusal, implement
 from twinfer.shared.config import DeviceInfo, EngineConfig
 from twinfer.shared.config import resolve as resolve_config
-from twinfer.shared.models import decoder
+from twinfer.shared.models import decoder, stages
 from twinfer.shared.models.blocks import MAX_PERIOD, Block, cover, single_blocks
 from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.shapes import SHAPES
-from twinfer.shared.models.spec import Attention, Mlp, Model, Norm, Sublayer
+from twinfer.shared.models.spec import Attention, Mlp, Model, Narrow, Norm, Sublayer
+from twinfer.shared.models.stages import begins_with_norm
 from twinfer.shared.worker import backend_module
 
 MODEL = parse_config(SHAPES["qwen3-0.6b"])
@@ -146,6 +148,66 @@ def test_a_walk_that_joins_layers_gives_what_layers_by_themselves_give(factor):
     else:
         assert called == called_apart
         assert decoder.joints(model) == (None,) * 4
+
+
+FP8 = Narrow("fp8", activations="fp8")
+APART = {
+    "dealt out": Mlp(narrow=replace(FP8, dealt=True)),
+    "gelu": Mlp("gelu_tanh", narrow=FP8),
+    "scales of blocks": Mlp(narrow=replace(FP8, activation_group=4)),
+    "scales of the weights": Mlp(narrow=replace(FP8, static_activations=True)),
+    "tokens as they are": Mlp(narrow=replace(FP8, activations=None)),
+    "int8": Mlp(narrow=Narrow("int8", activations="int8")),
+    "not narrow": Mlp(),
+    "keys of another layer": Attention(2, 1, 4, 1.0, reads=0, narrow=FP8),
+}
+"""Mixers that no op covers together with the norm in front of them."""
+
+
+def calls_of(sub, weights, hidden, residual):
+    """(The stream behind a sublayer, the ops that it calls itself)."""
+    none = np.zeros(0, np.int32)
+    batch = decoder.Batch(none, none, none, none, none, none, none, 1)
+    recorder = Recorder()
+    ops = resolve("numpy").bind(recorder.wrap)
+    stream = decoder.Stream(hidden, residual)
+    stream, _ = decoder.layer(ops, (sub,), weights, stream, None, batch)
+    return stream, [call.op for call in recorder.calls if not call.parents]
+
+
+def test_a_norm_in_front_of_quantised_rows_is_one_op_with_what_is_behind_it(monkeypatch):
+    """Bit for bit what the two are by themselves."""
+    rng = np.random.default_rng(2)
+    weights = {"pre": rows_of(rng, 8)}
+    for name, rows, entries in (("gate_up", 24, 8), ("down", 8, 12)):
+        values, scale = quantized("fp8", rows_of(rng, rows, entries), "row")
+        weights |= {name: values, f"{name}_scale": scale}
+    hidden, residual = rows_of(rng, 3, 8), rows_of(rng, 3, 8)
+    sub = Sublayer(Mlp(narrow=FP8), Norm("pre", 1e-5))
+    joined, called = calls_of(sub, weights, hidden, residual)
+    assert called == ["add_norm_gated_mlp_fp8"]
+    of_shards = replace(sub, reduces_before=True)
+    assert calls_of(of_shards, weights, hidden, residual)[1] == [
+        "reduce_add_rms_norm",
+        "gated_mlp_fp8",
+    ]
+    monkeypatch.setattr(decoder, "begins_with_norm", lambda mixer: False)
+    apart, called = calls_of(sub, weights, hidden, residual)
+    assert called == ["fused_add_rms_norm", "gated_mlp_fp8"]
+    for one, other in zip(joined, apart, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("what", APART)
+def test_other_mixers_get_normed_rows(what):
+    assert not begins_with_norm(APART[what])
+
+
+def test_a_stage_from_outside_gets_normed_rows(monkeypatch):
+    assert begins_with_norm(Mlp(narrow=FP8))
+    assert begins_with_norm(Attention(2, 1, 4, 1.0, narrow=FP8))
+    monkeypatch.setitem(stages._replaced, Mlp, stages.mlp_stage)
+    assert not begins_with_norm(Mlp(narrow=FP8))
 
 
 def test_kinds_are_the_different_layers_in_order():
