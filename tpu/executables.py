@@ -30,7 +30,7 @@ from ..shared.errors import ConfigError
 from ..shared.models.config import ModelConfig
 from ..shared.options import options_of
 from . import ladder
-from .compile_options import options_for
+from .compile_options import flags_for, options_for
 from .ladder import Job
 
 MANIFEST = "manifest.json"
@@ -53,6 +53,7 @@ OPTIONS_OF = {
     "devices": "device, tensor_parallel_size, the machine",
     "places": "device, tensor_parallel_size, the machine",
     "streams": "comparisons",
+    "flags": "XLA_FLAGS, LIBTPU_INIT_ARGS",
 }
 """What the parts of a key come from, where their names do not say it."""
 LINE = 60
@@ -64,11 +65,13 @@ def key(
 ) -> dict[str, Any]:
     """Everything that a program depends on."""
     sizes = {name: value for name, value in asdict(model).items() if name not in NOT_SIZES}
+    platform = mesh.devices.flat[0].platform
     return {
         "plan_hash": plan_hash,
         "sources": source_hash(ladder.jobs, "jax"),
         "versions": {name: _version(name) for name in ("jax", "jaxlib", "libtpu")},
-        "compiler": options_for(mesh.devices.flat[0].platform),
+        "compiler": options_for(platform),
+        "flags": flags_for(platform),
         "devices": [device.device_kind for device in mesh.devices.flat],
         "places": [_place(device) for device in mesh.devices.flat],
         "num_pages": num_pages,

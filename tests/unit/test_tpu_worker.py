@@ -39,6 +39,7 @@ from twinfer.shared.step import (
 )
 from twinfer.tpu import compilation, executables, ladder, platforms, programs, sharding, state
 from twinfer.tpu.aot_report import collectives
+from twinfer.tpu.compile_options import flags_for
 from twinfer.tpu.ladder import Job
 from twinfer.tpu.plans import make_plans
 from twinfer.xla import programs as xla_programs
@@ -503,6 +504,43 @@ def test_a_key_has_what_the_compiler_is_told(monkeypatch):
     before = key()
     monkeypatch.setitem(compilation.OPTIONS, "xla_allow_excess_precision", True)
     assert {name for name, value in key().items() if value != before[name]} == {"compiler"}
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "kept"),
+    [
+        ("XLA_FLAGS", "--xla_cpu_enable_fast_math=true", True),
+        ("XLA_FLAGS", "--xla_dump_to=/tmp/x --xla_force_host_platform_device_count=8", False),
+        ("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=65536", True),
+        ("LIBTPU_INIT_ARGS", f"{platforms.FIBERS}=1048576", False),
+    ],
+)
+def test_a_key_has_the_flags_of_the_environment_that_change_programs(
+    monkeypatch, name, given, kept
+):
+    """XLA reads them whoever compiles; what libtpu is told counts on TPUs alone."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    before = {platform: flags_for(platform) for platform in ("cpu", "tpu")}
+    monkeypatch.setenv(name, given)
+    assert flags_for("tpu") == (given.split() if kept else before["tpu"])
+    of_libtpu = name == "LIBTPU_INIT_ARGS"
+    assert flags_for("cpu") == (before["cpu"] if of_libtpu or not kept else given.split())
+
+
+def test_flags_of_the_environment_are_told_in_an_error(monkeypatch, tmp_path):
+    mesh = sharding.make_mesh(jax.devices("cpu"), 1)
+
+    def key():
+        return executables.key(LLAMA, small_config(LLAMA), "plan", mesh, 4)
+
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    reader = executables.Reader(executables.Writer(str(tmp_path / "x"), key()).finish())
+    assert not reader.differences(key())
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    assert reader.differences(key()) == [
+        'flags (of XLA_FLAGS, LIBTPU_INIT_ARGS): [] there, ["--xla_cpu_enable_fast_math=true"] here'
+    ]
 
 
 def test_a_key_tells_devices_with_the_same_chip_apart():
