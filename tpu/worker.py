@@ -149,6 +149,10 @@ class JaxWorker:
             self._model = program_model(model, config, self._plans, self._mesh)
         except OpError as error:
             raise ConfigError(f"{error.options}: {error}") from error
+        if config.aot_folder is not None:
+            # Before weights are read: all but the pages that there is memory for.
+            reader = executables.Reader(config.aot_folder)
+            reader.check(self._key(reader.num_pages), ())
         self.changes.append(use_cache(config.compilation_cache_dir, list(self._mesh.devices.flat)))
         self._dtype = jnp.dtype(config.dtype)
         self._programs: dict[Any, Callable[..., Any]] = {}
@@ -267,11 +271,12 @@ class JaxWorker:
         if self.config.aot_folder is None:
             return None
         reader = executables.Reader(self.config.aot_folder)
-        key = executables.key(
-            self._loaded, self.config, self._plans.hash, self._mesh, self._num_pages
-        )
-        reader.check(key, names)
+        reader.check(self._key(self._num_pages), names)
         return reader
+
+    def _key(self, num_pages: int) -> dict[str, Any]:
+        """What stored programs must have been compiled for."""
+        return executables.key(self._loaded, self.config, self._plans.hash, self._mesh, num_pages)
 
     def _run_once(self, descriptor: Descriptor) -> None:
         """Run a program on padding alone, so that the first real step pays for nothing."""

@@ -25,6 +25,7 @@ from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.tpu import compilation, executables
+from twinfer.tpu import worker as tpu_worker
 
 demo = model_folder("demo")
 model = load_config(demo)
@@ -105,6 +106,10 @@ def stored(folder):
     out["camera"] = refused(aot_folder=folder, capture="somewhere,step=1")
     out["version"] = with_manifest(folder, lambda m: m["key"]["versions"].update(jax="0.1"))
     out["place"] = with_manifest(folder, lambda m: m["key"].update(places=[[3]]))
+    load, tpu_worker.load_weights = tpu_worker.load_weights, None  # nobody may read weights
+    out["early"] = with_manifest(folder, lambda m: m["key"]["versions"].update(jax="0.2"))
+    out["nowhere"] = refused(aot_folder=folder + "-nowhere")
+    tpu_worker.load_weights = load
     name = first["programs"][0]
     whole = os.path.join(folder, name + ".bin")
     os.rename(whole, whole + "-")
@@ -211,6 +216,8 @@ def test_the_cache_is_that_of_the_folder_where_nobody_gives_a_size(aot):
         ("length", "was compiled for another config.max_model_len: 32 there, 24 here"),
         ("pages", "was compiled for another num_pages .*: 16 there, 17 here"),
         ("version", r'another versions.jax: "0.1" there, "[\d.]+" here'),
+        ("early", r'another versions.jax: "0.2" there, "[\d.]+" here'),
+        ("nowhere", "aot_folder: got .*-nowhere, which is not a folder"),
         ("place", r"another places \(of device, .*: \[\[3\]\] there, \[\[0\]\] here"),
         ("wider", "has no program take_rows_16, .*, of the 11 that this start needs"),
         ("camera", "capture: keeps steps with aot_folder None, got .*programs"),
