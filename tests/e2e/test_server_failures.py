@@ -27,6 +27,8 @@ from .server_process import fault, gone, held, served
 
 BODY = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
 FLAGS = ["--backend", "torch", "--device", "cpu"]
+FEW = [*FLAGS, "--dtype", "float32", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
+"""Of an engine of few programs, which starts in half of the processor time."""
 
 
 class Stream(threading.Thread):
@@ -55,7 +57,7 @@ class Stream(threading.Thread):
 
 
 def test_a_failed_step_ends_all_streams_with_an_error_and_the_server_with_70(tmp_path):
-    with served(*FLAGS, env=held(tmp_path, "raise ValueError('broken')")) as server:
+    with served(*FEW, env=held(tmp_path, "raise ValueError('broken')")) as server:
         engine = server.engine_pid()
         streams = [Stream(server, prompt=f"x{i}", max_tokens=900) for i in range(3)]
         assert all(stream.begun.wait(30) for stream in streams)
@@ -118,7 +120,7 @@ def test_a_cache_that_is_too_small_makes_some_give_way_and_changes_nothing():
 )
 def test_an_engine_that_is_killed(tmp_path, number):
     """Streams end with an error, which OpenAI's client raises; a response with its own event."""
-    with served(*FLAGS, env=held(tmp_path)) as server, server.openai() as client:
+    with served(*FEW, env=held(tmp_path)) as server, server.openai() as client:
         stream = Stream(server, max_tokens=900)
         call = {"model": "demo", "stream": True, "extra_body": {"ignore_eos": True}}
         turns = [{"role": "user", "content": "x"}]
@@ -160,7 +162,7 @@ def test_an_engine_that_is_stopped_is_given_up(tmp_path):
 
 def test_an_engine_that_hangs_says_where(tmp_path):
     env = fault(tmp_path, "time.sleep(1000)", 20)
-    with served(*FLAGS, "--hang-timeout", "2", env=env) as server:
+    with served(*FEW, "--hang-timeout", "2", env=env) as server:
         stream = Stream(server)
         assert server.wait_exit() == 70
         stream.join(10)
@@ -256,7 +258,7 @@ DEADLY = (signal.SIGSEGV, signal.SIGABRT, signal.SIGHUP, signal.SIGQUIT)
 )
 def test_no_engine_outlives_its_front(number, tmp_path):
     """Even where it hangs inside of a step."""
-    with served(*FLAGS, env=fault(tmp_path, "time.sleep(1000)", 20)) as server:
+    with served(*FEW, env=fault(tmp_path, "time.sleep(1000)", 20)) as server:
         engine = server.engine_pid()
         Stream(server).begun.wait(20)
         server.process.send_signal(number)
@@ -282,7 +284,7 @@ def _starting_engine(server, seconds=30):
 def test_what_waits_for_health_may_send_requests(path):
     """Scripts for vLLM and SGLang do so, and SageMaker."""
     port = free_ports()
-    with served(*FLAGS, "--port", str(port), ready=False) as server:
+    with served(*FEW, "--port", str(port), ready=False) as server:
         _starting_engine(server)
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             first = client.get(path)
@@ -320,8 +322,8 @@ def test_no_engine_outlives_a_front_that_is_killed_in_its_drain(tmp_path):
 
 
 def test_a_drain_lets_requests_end_and_takes_no_more(tmp_path):
-    with served(*FLAGS, env=held(tmp_path)) as server:
-        stream = Stream(server, max_tokens=900)
+    with served(*FEW, env=held(tmp_path)) as server:
+        stream = Stream(server, max_tokens=60)
         assert stream.begun.wait(20)
         with server.client() as client:
             server.process.send_signal(signal.SIGTERM)
@@ -430,14 +432,14 @@ def test_a_unix_socket_is_taken_over_from_a_killed_server_and_removed(tmp_path):
 def test_a_file_in_the_place_of_a_socket_is_not_removed(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("mine")
-    with served(*FLAGS, "--uds", str(path), ready=False) as server:
+    with served(*FEW, "--uds", str(path), ready=False) as server:
         assert server.wait_exit() == 2
     assert path.read_text() == "mine"
 
 
 def test_the_end_of_a_request_is_logged_without_its_texts(tmp_path):
     flags = ["--log-requests", "--log-format", "json"]
-    with served(*FLAGS, *flags, env=held(tmp_path)) as server:
+    with served(*FEW, *flags, env=held(tmp_path)) as server:
         with server.client() as client:
             headers = {"x-request-id": "mine"}
             body = BODY | {"prompt": "a secret", "max_tokens": 5}
@@ -509,7 +511,7 @@ def test_spans_of_a_call():
     collector, trace = Collector(), "4bf92f3577b34da6a3ce929d0e0e4736"
     parent = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01", "x-request-id": "mine"}
     flags = ["--otlp-traces-endpoint", collector.url, "--max-num-seqs", "1"]
-    with served(*FLAGS, *flags) as server:
+    with served(*FEW, *flags) as server:
         with server.client() as client:
             body = BODY | {"prompt": "a secret", "max_tokens": 40, "n": 2}
             assert client.post("/v1/completions", json=body, headers=parent).status_code == 200
@@ -554,7 +556,7 @@ def test_who_runs_it_has_a_socket_of_their_own(tmp_path):
     path = tmp_path / "admin.sock"
     flags = ["--admin-uds", str(path), "--api-key", "one", "--max-num-seqs", "1"]
     key = {"authorization": "Bearer one"}
-    with served(*FLAGS, *flags, env=held(tmp_path)) as server:
+    with served(*FEW, *flags, env=held(tmp_path)) as server:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         transport = httpx.HTTPTransport(uds=str(path))
         with (
