@@ -4,7 +4,9 @@ does it (the oracle).
 
 import contextlib
 import copy
+import os
 import warnings
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -350,6 +352,46 @@ def build(name: str, folder: str, **overrides):
     if family == "Mistral3":  # which of both names are saved depends on the version of transformers
         rename_tensors(folder, old=name == "mistral3")
     return model
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _programs_compiled_quickly(request):
+    """Where slow tests are left out, XLA compiles the programs of engines on a CPU as in
+    `interpreted.py`: else it takes longer than all that these tests do with them. In all other runs
+    it compiles them as for users, and so for the slow tests that compare engines with transformers.
+    """
+    if request.config.getoption("markexpr") != "not slow" or find_spec("jax") is None:
+        yield
+        return
+    from twinfer.tests.interpreted import fast_compile_options
+    from twinfer.tpu import compilation, compile_options
+
+    def options(platform):
+        more = fast_compile_options() if platform == "cpu" else {}
+        return compile_options.options_for(platform) | more
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compilation, "options_for", options)
+        yield
+
+
+@pytest.fixture
+def compiled_as_for_users(monkeypatch):
+    """In this process, for a test that looks at what XLA has made."""
+    from twinfer.tpu import compilation, compile_options
+
+    monkeypatch.setattr(compilation, "options_for", compile_options.options_for)
+
+
+@pytest.fixture(scope="session")
+def xla_flags(request):
+    """What has a process that a test starts compile for CPUs as this one does."""
+    if request.config.getoption("markexpr") != "not slow":
+        return {}
+    from twinfer.tests.interpreted import fast_compile_options
+
+    flags = (f"--{name}={str(value).lower()}" for name, value in fast_compile_options().items())
+    return {"XLA_FLAGS": " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()}
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """The command line: JSON lines, several prompts, one-line errors with exit code 2, and the demo."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -430,9 +431,10 @@ def test_a_bad_plan_is_refused(argv, named, capsys):
     assert named in line
 
 
-def test_the_demo_compares_all_tokens():
+def test_the_demo_compares_all_tokens(xla_flags):
     done = subprocess.run(
         [sys.executable, "-m", "twinfer", "demo", "--max-tokens", "16"],
+        env=os.environ | xla_flags,
         capture_output=True,
         text=True,
         check=False,

@@ -156,7 +156,7 @@ else:
 GREEDY_PROGRAMS = ["backbone_decode_8", "backbone_mixed_16", "update", "sample_greedy_8"]
 
 
-def run(what, folder):
+def run(what, folder, **variables):
     """What the script found, in a process that uses JAX's cache only if it is told to."""
     environment = {
         k: v
@@ -166,7 +166,7 @@ def run(what, folder):
     environment |= {
         "JAX_ENABLE_COMPILATION_CACHE": str(what != "aot").lower(),
         "XDG_CACHE_HOME": folder,
-    }
+    } | variables
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, what, folder],
         env=environment,
@@ -179,9 +179,9 @@ def run(what, folder):
 
 
 @pytest.fixture(scope="module")
-def aot(tmp_path_factory):
+def aot(tmp_path_factory, xla_flags):
     """What starts with a folder of stored programs say, and the start that compiled them."""
-    return run("aot", str(tmp_path_factory.mktemp("aot") / "programs"))
+    return run("aot", str(tmp_path_factory.mktemp("aot") / "programs"), **xla_flags)
 
 
 def test_an_engine_starts_from_stored_programs_and_compiles_none(aot):
@@ -332,7 +332,7 @@ def test_a_step_that_samples_nothing_needs_no_sampler_of_its_own():
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_no_program_on_a_cpu_copies_the_cache(dtype, scan):
+def test_no_program_on_a_cpu_copies_the_cache(dtype, scan, compiled_as_for_users):
     """The scatter of new keys and values is the only instruction as large as the cache, and it
     works in place.
     """
