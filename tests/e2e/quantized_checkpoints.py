@@ -10,10 +10,6 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
-from compressed_tensors.quantization.lifecycle.forward import dequantize
 from safetensors.torch import load_file, save_file
 
 from .conftest import build
@@ -33,6 +29,14 @@ def with_scales(weight, groups, levels, symmetric=True):
 
 def compressed(form, weights, tokens=None):
     """A format of compressed-tensors: (write(weight) -> (tensors, twin), config)."""
+    # Imported here, as below, for whoever writes one: it takes five seconds.
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+    )
+
     activations = None if tokens is None else QuantizationArgs(**tokens)
     scheme = QuantizationScheme(
         targets=["Linear"],
@@ -85,6 +89,9 @@ def widened_nvfp4(tensors, arguments):
     """What the library's own functions say in float32. Its `decompress` calls them in bfloat16,
     which rounds the scale of the tensor by up to 2^-9.
     """
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
     packed = tensors["weight_packed"]
     n, half = packed.shape
     return dequantize(
