@@ -125,14 +125,15 @@ def test_attention_compiles(compiled, monkeypatch, heads, size, page, reach):
     assert compiled == ["decode_kernel", *prompts]
 
 
-def test_decode_that_asks_for_first_blocks_ahead_compiles(compiled, monkeypatch):
+@pytest.mark.parametrize("size", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_decode_that_asks_for_first_blocks_ahead_compiles(compiled, monkeypatch, size):
     """Of requests whose slots are divided among all programs."""
     from twinfer.gpu.kernels import attention
 
     arguments = paged(
-        generator("compile"), "bfloat16", [4000] * 8, [1] * 8, (8, 2), 128, 64, tokens=8
+        generator("compile"), "bfloat16", [4000] * 8, [1] * 8, (8, 2), size, 64, tokens=8
     )
-    setting = attention.setting_of("decode", "bfloat16", 128)
+    setting = attention.setting_of("decode", "bfloat16", size)
     for name, value in {"block_n": 64, "chunk": 64, "programs": 1}.items():
         monkeypatch.setitem(setting, name, value)
     monkeypatch.setitem(attention.config("decode_ahead"), "rows", 63)
@@ -169,20 +170,21 @@ def test_decode_of_few_requests_compiles(compiled, monkeypatch, size, setting, g
     assert compiled == ["held_decode_kernel", "held_decode_kernel", "decode_kernel"]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "heads", "size", "more"),
-    [
-        ("float32", (2, 2), 64, {}),
-        ("bfloat16", (9, 1), 64, {}),
-        ("bfloat16", (2, 2), 80, {}),
-        pytest.param("bfloat16", (2, 2), 512, {}, marks=pytest.mark.slow),
-        ("bfloat16", (2, 2), 64, {"k_scale": np.ones(2, np.float32)}),
-        ("bfloat16", (2, 2), 64, {"kv": "int8"}),
-    ],
-    ids=str,
-)
-def test_what_registers_do_not_take(compiled, monkeypatch, dtype, heads, size, more):
-    """More heads of a group, other sizes and dtypes, and caches that are scaled or narrow."""
+NOT_HELD = [
+    ("float32", (2, 2), 64, {}),
+    ("bfloat16", (9, 1), 64, {}),
+    ("bfloat16", (2, 2), 80, {}),
+    ("bfloat16", (2, 2), 512, {}),
+    ("bfloat16", (2, 2), 64, {"k_scale": np.ones(2, np.float32)}),
+    ("bfloat16", (2, 2), 64, {"kv": "int8"}),
+]
+"""What registers do not take: more heads of a group, other sizes and dtypes, and caches that are
+scaled or narrow.
+"""
+
+
+def decode_two(monkeypatch, dtype, heads, size, more):
+    """Attention of two requests where registers take four of what they take: its arguments."""
     from twinfer.gpu.kernels import attention, launch
 
     setting = {"tokens": 4, "slots": 16, "warps": 4, "programs": 1}
@@ -193,16 +195,35 @@ def test_what_registers_do_not_take(compiled, monkeypatch, dtype, heads, size, m
         more = {"kv": np.zeros(arguments["kv"].shape, np.int8), "k_scale": np.ones(2, np.float32)}
     given = arguments_of("paged_attention", arguments | more)
     attention.paged_attention(**given)
-    assert compiled == ["decode_kernel"]
+    return given
+
+
+@pytest.mark.parametrize(("dtype", "heads", "size", "more"), NOT_HELD, ids=str)
+def test_what_registers_do_not_take(launched, monkeypatch, dtype, heads, size, more):
+    from twinfer.gpu.kernels import launch
+
+    given = decode_two(monkeypatch, dtype, heads, size, more)
+    assert launched == ["decode_kernel"]
     # Nor does what writes the cache in front of it let it come up early.
-    assert not launch.asks_ahead(given["q"], given["kv"], 2, "k_scale" in more)
+    assert not launch.asks_ahead(given["q"], given["kv"], 2, given.get("k_scale") is not None)
 
 
-def test_prompts_with_scales_have_the_kernel_that_reads_them(compiled):
+@pytest.mark.parametrize(
+    ("dtype", "heads", "size", "more"),
+    [*(pytest.param(*case, marks=pytest.mark.slow) for case in NOT_HELD[:-1]), NOT_HELD[-1]],
+    ids=str,
+)
+def test_what_registers_do_not_take_compiles(compiled, monkeypatch, dtype, heads, size, more):
+    decode_two(monkeypatch, dtype, heads, size, more)
+    assert compiled == ["decode_kernel"]
+
+
+@pytest.mark.parametrize("size", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_prompts_with_scales_have_the_kernel_that_reads_them(compiled, size):
     """Of a cache in the model's dtype too: the op has them as factors of any cache."""
     from twinfer.gpu.kernels import attention
 
-    arguments = paged(generator("compile"), "bfloat16", [90, 150], [1, 40], (8, 2), 128, 64)
+    arguments = paged(generator("compile"), "bfloat16", [90, 150], [1, 40], (8, 2), size, 64)
     scales = {"k_scale": np.ones(2, np.float32), "v_scale": np.ones(2, np.float32)}
     attention.paged_attention(**arguments_of("paged_attention", arguments | scales))
     assert compiled == ["decode_kernel", "prefill_kernel"]
@@ -881,8 +902,19 @@ def test_what_fails_beside_others_is_compiled_once_more(failures, caplog):
     assert all("ValueError('the cause')" in message for message in caplog.messages)
 
 
-@pytest.mark.parametrize("rows", [3, 20, pytest.param(64, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("act", ["", "silu", "gelu"])
+@pytest.mark.parametrize(
+    ("rows", "act"),
+    [
+        *((3, ""), (20, "silu"), (20, "gelu")),
+        *(
+            pytest.param(rows, act, marks=pytest.mark.slow)
+            for rows, act in (
+                *((3, "silu"), (3, "gelu"), (20, "")),
+                *((64, act) for act in ("", "silu", "gelu")),
+            )
+        ),
+    ],
+)
 def test_products_of_some_rows_compile(compiled, rows, act):
     from twinfer.gpu.kernels import gemv
 
@@ -903,8 +935,19 @@ def test_products_by_tiles_compile(compiled, rows, act, parts):
     assert compiled == ["tile_kernel"]
 
 
-@pytest.mark.parametrize("rows", [3, 13, pytest.param(32, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("act", "n"), [("", 200), ("silu", 200), ("gelu", 208)])
+@pytest.mark.parametrize(
+    ("rows", "act", "n"),
+    [
+        *((3, "", 200), (13, "silu", 200), (13, "gelu", 208)),
+        *(
+            pytest.param(rows, act, n, marks=pytest.mark.slow)
+            for rows, act, n in (
+                *((3, "silu", 200), (3, "gelu", 208), (13, "", 200)),
+                *((32, "", 200), (32, "silu", 200), (32, "gelu", 208)),
+            )
+        ),
+    ],
+)
 def test_products_from_registers_compile(compiled, rows, act, n):
     """Weights that no block divides, with a bias; steps that are asked for before the inputs, and
     others behind.
