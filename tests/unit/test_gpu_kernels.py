@@ -134,6 +134,7 @@ QUICK = " and not ".join(
         "measured[4096-4",
         "only[norm_qk_by_means-torch-triton",
         "only[qk_mean_squares-torch-triton",
+        "heads_of_512[bfloat16",
         "(blocks_ahead and sinks and -16])",
         "(blocks_ahead and not sinks)",
         "tokens[1-384",
@@ -419,7 +420,8 @@ def test_triton_decode_writes_rows_of_padding(kernels, device, monkeypatch):
     import torch
 
     setting = kernels.config("decode", "float32")
-    lengths = [setting["chunk"] * 40] + [20] * 7
+    # All parts that a GPU has at once, and those that the interpreter's has.
+    lengths = [setting["chunk"] * (40 if device == "cuda" else 8)] + [20] * 7
     arguments = paged(
         generator("padding"), "float32", lengths, [1] * 8, (4, 2), 64, 16, requests=24, tokens=24
     )
