@@ -359,7 +359,9 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 40))]
+)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_random_steps_are_packed_as_by_the_slow_twin(seed: int, depth: int) -> None:
     dice = random.Random(seed)

@@ -12,7 +12,7 @@ from twinfer.ops import REGISTRY, OpError, implement, resolve
 from twinfer.ops.bindings.torch import bind, front, register
 from twinfer.ops.cases import load_all
 from twinfer.ops.namespaces.torch_ import from_numpy
-from twinfer.ops.testing import TESTING
+from twinfer.ops.testing import TESTING, ci_cases
 
 load_all()
 
@@ -98,7 +98,8 @@ def arguments(name):
     if name not in TESTING:
         pytest.skip("no cases")
     case = min(
-        TESTING[name].cases("float32"), key=lambda c: sum(np.size(v) for v in c.arguments.values())
+        ci_cases(TESTING[name], "float32"),
+        key=lambda c: sum(np.size(v) for v in c.arguments.values()),
     )
     given = REGISTRY[name].signature.bind(**case.arguments)
     given.apply_defaults()
@@ -158,8 +159,9 @@ def in_place(registries):
 
 
 LONG = (
-    "gated_mlp_fp8", "gelu_gated_mlp", "moe_experts_narrow", "norm_rope_write_kv",
-    "penalised_sample", "penalties", "quantize_int4_dynamic", "sample",
+    "gated_mlp", "gated_mlp_fp8", "gated_mlp_grouped", "gelu_gated_mlp", "grouped_linear",
+    "moe_experts", "moe_experts_narrow", "norm_rope", "norm_rope_write_kv", "penalised_sample",
+    "penalties", "quantize_int4_dynamic", "rotary_embedding_gptj", "sample",
 )  # fmt: skip
 """Many calls inside, which opcheck traces for seconds; others like them are short."""
 
