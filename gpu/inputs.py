@@ -203,8 +203,11 @@ class StepInputs:
         """Let graphs bring the inputs from now on, each of one kernel that reads the host's memory.
 
         The copy engine keeps the graph behind it waiting for some 10 us. A kernel of torch outside
-        of graphs would leave the device in the state of which `Worker.warm_up` tells.
+        of graphs would leave the device in the state of which `TorchWorker.warm_up` tells. On a CPU
+        the host fills the static buffer itself.
         """
+        if not self._cuda:
+            return
         sizes = {places.rounded for places in self._places.values()}
         for slot in self._slots:
             slot.capture(recorder, next(iter(self._places)), self.buffer, sizes)
