@@ -7,7 +7,8 @@ SHELL := bash
 export PYTHONDONTWRITEBYTECODE :=
 
 PYTHON ?= python3
-PYTEST_ARGS ?= -n auto --dist loadfile
+# One process more than processors: tests of servers and hosts wait, for timeouts and for one another.
+PYTEST_ARGS ?= -n $(shell expr $$(nproc) + 1) --dist loadfile
 # A process for each GPU, or GPU_PROCESSES in turn, each of which sees one; the server's tests need none. Without an environment: python -m pytest $(make -s print-gpu-args)
 GPUS ?= $(shell nvidia-smi -L 2> /dev/null | grep -c ^GPU)
 GPU_PROCESSES ?= $(GPUS)
