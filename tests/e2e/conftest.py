@@ -169,6 +169,11 @@ MODELS = {
     "glm4-head24": ("Glm4", dict(head_dim=24, attention_bias=False, num_key_value_heads=4)),
     "olmo2": ("Olmo2", dict(attention_bias=True)),
     "olmo3": ("Olmo3", OLMO3),
+    "seed-oss": ("SeedOss", dict(head_dim=24)),
+    "seed-oss-biases": (
+        "SeedOss",
+        dict(attention_out_bias=True, mlp_bias=True, head_dim=16, tie_word_embeddings=True),
+    ),
     "ministral3": ("Ministral3", MINISTRAL3),
     "ministral3-images": ("Ministral3Images", MINISTRAL3),
     "mixtral": ("Mixtral", dict(num_local_experts=6, num_experts_per_tok=2, intermediate_size=40)),

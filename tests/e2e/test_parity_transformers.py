@@ -32,6 +32,7 @@ NAMES = [
     "granite-odd", "mistral3", "mistral3-tied-window",
     "gemma2", "gemma3", "gemma3-images", "glm4", "glm4-head24", "olmo2", "olmo3", "ministral3",
     "ministral3-images",
+    "seed-oss", "seed-oss-biases",
     "gemma4", "gemma4-small", "gemma4-images", "gemma4-unified", "gemma4-experts",
     "gemma4-experts-images",
     "mixtral", "mixtral-window", "qwen2-moe", "qwen3-moe", "qwen3-moe-biases",
@@ -108,6 +109,7 @@ def logits_of(engine, tokens, chunk=128):
 VARIANTS = [
     "gemma3-images", "ministral3-images", "gemma4-images", "gemma4-experts-images", "mistral3-tied-window",
     "mixtral-window", "qwen3-tied-bias", "qwen3-moe-biases", "glm4-head24", "glm4-moe-biases", "granite-odd",
+    "seed-oss-biases",
 ]  # fmt: skip
 """Of configurations beside them: in `make test-slow`."""
 ON_A_GPU = [

@@ -73,6 +73,8 @@ def refused(error, words, architecture, **fields):
         ("Glm4Config", "Glm4ForCausalLM", {"attention_bias": False, "tie_word_embeddings": True}),
         ("Olmo3Config", "Olmo3ForCausalLM", {"attention_bias": True}),
         ("Ministral3Config", "Ministral3ForCausalLM", {}),
+        ("SeedOssConfig", "SeedOssForCausalLM", {}),
+        ("SeedOssConfig", "SeedOssForCausalLM", {"attention_out_bias": True, "mlp_bias": True}),
         ("Gemma4TextConfig", "Gemma4ForCausalLM", {"hidden_size_per_layer_input": 0}),
         (
             "Gemma4TextConfig",

@@ -65,6 +65,7 @@ GLM4 = LLAMA | {"architectures": ["Glm4ForCausalLM"], "model_type": "glm4"}
 OLMO2 = LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
 OLMO3 = LLAMA | {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"}
 MINISTRAL3 = LLAMA | {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
+SEED_OSS = LLAMA | {"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss"}
 # Of these there is more in test_dense_families.py.
 NEWER = {
     "gemma2": GEMMA2,
@@ -75,6 +76,7 @@ NEWER = {
     "olmo2": OLMO2,
     "olmo3": OLMO3,
     "ministral3": MINISTRAL3,
+    "seed_oss": SEED_OSS,
 }
 ALONE = {
     "llama": LLAMA,
@@ -156,7 +158,7 @@ def refused(error, *words, **fields):
         parse_config(base | fields, where="/models/x/config.json")
     message = str(caught.value)
     assert "\n" not in message
-    assert len(message) < 720  # one line, with the names of all architectures
+    assert len(message) < 1000  # one line, with the names of all architectures
     assert message.startswith("/models/x/config.json: ")
     for word in words:
         assert word in message, message
@@ -1334,4 +1336,4 @@ def test_any_values_give_a_config_or_one_line(family, fields, rope, inside):
         assert np.isfinite(frequencies).all()
         assert np.isfinite(scaling)
     assert "\n" not in message
-    assert len(message) < 600
+    assert len(message) < 1000

@@ -45,6 +45,7 @@ FAMILIES = {
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "SeedOssForCausalLM": "seed_oss",
 }
 """Architecture -> module, which has the name of the model type."""
 

@@ -1,0 +1,36 @@
+"""The config.json of well-known checkpoints is read, and its model has as many parameters as they
+have.
+
+All are from memory, with every field that the published files are known to have. The numbers of
+parameters are the published ones; of EXAONE 4.0 32B, CWM and Granite they are ours, which agree
+with what is said of them to three digits.
+"""
+
+import pytest
+
+from twinfer.shared.models.config_json import parse_config
+from twinfer.shared.models.decoder import parameters_of
+from twinfer.shared.models.table import parameter_count
+
+PUBLISHED = {
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": (
+        {
+            "architectures": ["SeedOssForCausalLM"], "attention_bias": True,
+            "attention_dropout": 0.1, "attention_out_bias": False, "bos_token_id": 0,
+            "pad_token_id": 1, "eos_token_id": 2, "head_dim": 128, "hidden_act": "silu",
+            "hidden_size": 5120, "initializer_range": 0.02, "intermediate_size": 27648,
+            "max_position_embeddings": 524288, "mlp_bias": False, "model_type": "seed_oss",
+            "num_attention_heads": 80, "num_hidden_layers": 64, "num_key_value_heads": 8,
+            "residual_dropout": 0.1, "rms_norm_eps": 1e-06, "rope_scaling": {"rope_type": "default"},
+            "rope_theta": 10000000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "transformers_version": "4.55.0", "use_cache": True, "vocab_size": 155136,
+        },
+        36_151_104_512,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_is_read(name):
+    raw, count = PUBLISHED[name]
+    assert parameter_count(parameters_of(parse_config(raw))) == count
