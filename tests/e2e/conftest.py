@@ -174,6 +174,13 @@ MODELS = {
         "SeedOss",
         dict(attention_out_bias=True, mlp_bias=True, head_dim=16, tie_word_embeddings=True),
     ),
+    "glm": ("Glm", dict(head_dim=16)),
+    "glm-head24": (
+        "Glm",
+        dict(head_dim=24, attention_bias=False, tie_word_embeddings=True, num_key_value_heads=4),
+    ),
+    "ernie4-5": ("Ernie4_5", dict(head_dim=24)),
+    "ernie4-5-biases": ("Ernie4_5", dict(head_dim=16, use_bias=True, tie_word_embeddings=False)),
     "ministral3": ("Ministral3", MINISTRAL3),
     "ministral3-images": ("Ministral3Images", MINISTRAL3),
     "mixtral": ("Mixtral", dict(num_local_experts=6, num_experts_per_tok=2, intermediate_size=40)),

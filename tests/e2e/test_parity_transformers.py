@@ -33,6 +33,8 @@ NAMES = [
     "gemma2", "gemma3", "gemma3-images", "glm4", "glm4-head24", "olmo2", "olmo3", "ministral3",
     "ministral3-images",
     "seed-oss", "seed-oss-biases",
+    "glm", "glm-head24",
+    "ernie4-5", "ernie4-5-biases",
     "gemma4", "gemma4-small", "gemma4-images", "gemma4-unified", "gemma4-experts",
     "gemma4-experts-images",
     "mixtral", "mixtral-window", "qwen2-moe", "qwen3-moe", "qwen3-moe-biases",
@@ -110,6 +112,8 @@ VARIANTS = [
     "gemma3-images", "ministral3-images", "gemma4-images", "gemma4-experts-images", "mistral3-tied-window",
     "mixtral-window", "qwen3-tied-bias", "qwen3-moe-biases", "glm4-head24", "glm4-moe-biases", "granite-odd",
     "seed-oss-biases",
+    "glm-head24",
+    "ernie4-5-biases",
 ]  # fmt: skip
 """Of configurations beside them: in `make test-slow`."""
 ON_A_GPU = [

@@ -75,6 +75,9 @@ def refused(error, words, architecture, **fields):
         ("Ministral3Config", "Ministral3ForCausalLM", {}),
         ("SeedOssConfig", "SeedOssForCausalLM", {}),
         ("SeedOssConfig", "SeedOssForCausalLM", {"attention_out_bias": True, "mlp_bias": True}),
+        ("GlmConfig", "GlmForCausalLM", {"tie_word_embeddings": True}),
+        ("Ernie4_5Config", "Ernie4_5ForCausalLM", {}),
+        ("Ernie4_5Config", "Ernie4_5ForCausalLM", {"use_bias": True, "tie_word_embeddings": False}),
         ("Gemma4TextConfig", "Gemma4ForCausalLM", {"hidden_size_per_layer_input": 0}),
         (
             "Gemma4TextConfig",
@@ -482,6 +485,13 @@ def test_gemma_4_31b_holds_eight_times_the_tokens():
             "Ministral3ForCausalLM",
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
             ["rope_scaling is", "absent"],
+        ),
+        (UnsupportedModel, "GlmForCausalLM", {"sliding_window": 8}, ["sliding_window is 8"]),
+        (
+            UnsupportedModel,
+            "Ernie4_5ForCausalLM",
+            {"use_bias": True, "mlp_bias": False},
+            ["mlp_bias is False", "true"],
         ),
         (
             UnsupportedModel,

@@ -66,6 +66,8 @@ OLMO2 = LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
 OLMO3 = LLAMA | {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"}
 MINISTRAL3 = LLAMA | {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
 SEED_OSS = LLAMA | {"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss"}
+GLM = LLAMA | {"architectures": ["GlmForCausalLM"], "model_type": "glm"}
+ERNIE = LLAMA | {"architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4_5"}
 # Of these there is more in test_dense_families.py.
 NEWER = {
     "gemma2": GEMMA2,
@@ -77,6 +79,8 @@ NEWER = {
     "olmo3": OLMO3,
     "ministral3": MINISTRAL3,
     "seed_oss": SEED_OSS,
+    "glm": GLM,
+    "ernie4_5": ERNIE,
 }
 ALONE = {
     "llama": LLAMA,

@@ -27,6 +27,31 @@ PUBLISHED = {
         },
         36_151_104_512,
     ),
+    "zai-org/glm-4-9b-chat-hf": (
+        {
+            "architectures": ["GlmForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+            "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "hidden_act": "silu",
+            "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 13696,
+            "max_position_embeddings": 131072, "model_type": "glm", "num_attention_heads": 32,
+            "num_hidden_layers": 40, "num_key_value_heads": 2, "pad_token_id": 151329,
+            "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07, "rope_theta": 10000.0,
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "transformers_version": "4.46.0.dev0", "use_cache": True, "vocab_size": 151552,
+        },
+        9_399_951_360,
+    ),
+    "baidu/ERNIE-4.5-0.3B-PT": (
+        {
+            "architectures": ["Ernie4_5ForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
+            "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072,
+            "max_position_embeddings": 131072, "model_type": "ernie4_5", "num_attention_heads": 16,
+            "num_hidden_layers": 18, "num_key_value_heads": 2, "pad_token_id": 0,
+            "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 500000.0,
+            "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_bias": False,
+            "use_cache": False, "vocab_size": 103424,
+        },
+        360_748_032,
+    ),
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .family import Family
 
 FAMILIES = {
+    "Ernie4_5ForCausalLM": "ernie4_5",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
     "Gemma3ForConditionalGeneration": "gemma3",
@@ -30,6 +31,7 @@ FAMILIES = {
     "Gemma4UnifiedForConditionalGeneration": "gemma4_unified",
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "GlmForCausalLM": "glm",
     "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
     "LlamaForCausalLM": "llama",
