@@ -181,6 +181,11 @@ MODELS = {
     ),
     "ernie4-5": ("Ernie4_5", dict(head_dim=24)),
     "ernie4-5-biases": ("Ernie4_5", dict(head_dim=16, use_bias=True, tie_word_embeddings=False)),
+    "gemma": ("Gemma", dict(head_dim=24, vocab_size=1009)),
+    "gemma-biases": (
+        "Gemma",
+        dict(head_dim=16, attention_bias=True, tie_word_embeddings=False, num_key_value_heads=1),
+    ),
     "ministral3": ("Ministral3", MINISTRAL3),
     "ministral3-images": ("Ministral3Images", MINISTRAL3),
     "mixtral": ("Mixtral", dict(num_local_experts=6, num_experts_per_tok=2, intermediate_size=40)),

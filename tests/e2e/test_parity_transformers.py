@@ -35,6 +35,7 @@ NAMES = [
     "seed-oss", "seed-oss-biases",
     "glm", "glm-head24",
     "ernie4-5", "ernie4-5-biases",
+    "gemma", "gemma-biases",
     "gemma4", "gemma4-small", "gemma4-images", "gemma4-unified", "gemma4-experts",
     "gemma4-experts-images",
     "mixtral", "mixtral-window", "qwen2-moe", "qwen3-moe", "qwen3-moe-biases",
@@ -114,6 +115,7 @@ VARIANTS = [
     "seed-oss-biases",
     "glm-head24",
     "ernie4-5-biases",
+    "gemma-biases",
 ]  # fmt: skip
 """Of configurations beside them: in `make test-slow`."""
 ON_A_GPU = [

@@ -1,4 +1,4 @@
-"""Gemma 2, 3 and 4, GLM-4-0414, OLMo 2 and 3, Ministral 3: what their configs say, and what is refused."""
+"""Gemma, GLM-4, OLMo 2 and 3, Ministral 3 and others: what their configs say, and what is refused."""
 
 import copy
 import json
@@ -78,6 +78,8 @@ def refused(error, words, architecture, **fields):
         ("GlmConfig", "GlmForCausalLM", {"tie_word_embeddings": True}),
         ("Ernie4_5Config", "Ernie4_5ForCausalLM", {}),
         ("Ernie4_5Config", "Ernie4_5ForCausalLM", {"use_bias": True, "tie_word_embeddings": False}),
+        ("GemmaConfig", "GemmaForCausalLM", {}),
+        ("GemmaConfig", "GemmaForCausalLM", {"attention_bias": True, "tie_word_embeddings": False}),
         ("Gemma4TextConfig", "Gemma4ForCausalLM", {"hidden_size_per_layer_input": 0}),
         (
             "Gemma4TextConfig",
@@ -493,6 +495,19 @@ def test_gemma_4_31b_holds_eight_times_the_tokens():
             {"use_bias": True, "mlp_bias": False},
             ["mlp_bias is False", "true"],
         ),
+        (UnsupportedModel, "GemmaForCausalLM", {"hidden_act": "silu"}, ["hidden_act is silu"]),
+        (
+            UnsupportedModel,
+            "GemmaForCausalLM",
+            {"hidden_activation": "gelu"},
+            ["hidden_activation is gelu"],
+        ),
+        (
+            UnsupportedModel,
+            "GemmaForCausalLM",
+            {"use_bidirectional_attention": True},
+            ["use_bidirectional_attention is True"],
+        ),
         (
             UnsupportedModel,
             "LlamaForCausalLM",
@@ -575,7 +590,7 @@ for raw in json.loads(sys.argv[1]):
 def test_layers_are_made_of_kernels_alone_on_a_gpu():
     """Planned in Triton's interpreter, which has every kernel without a GPU."""
     names = """Gemma2ForCausalLM Gemma3ForCausalLM Glm4ForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM
-    Ministral3ForCausalLM Gemma4ForCausalLM""".split()
+    Ministral3ForCausalLM Gemma4ForCausalLM GemmaForCausalLM""".split()
     models = json.dumps([{"architectures": [name]} | SMALL | {"head_dim": 64} for name in names])
     done = subprocess.run(
         [sys.executable, "-c", PLANS, models],

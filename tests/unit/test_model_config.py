@@ -68,6 +68,7 @@ MINISTRAL3 = LLAMA | {"architectures": ["Ministral3ForCausalLM"], "model_type": 
 SEED_OSS = LLAMA | {"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss"}
 GLM = LLAMA | {"architectures": ["GlmForCausalLM"], "model_type": "glm"}
 ERNIE = LLAMA | {"architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4_5"}
+GEMMA = LLAMA | {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}
 # Of these there is more in test_dense_families.py.
 NEWER = {
     "gemma2": GEMMA2,
@@ -81,6 +82,7 @@ NEWER = {
     "seed_oss": SEED_OSS,
     "glm": GLM,
     "ernie4_5": ERNIE,
+    "gemma": GEMMA,
 }
 ALONE = {
     "llama": LLAMA,

@@ -29,6 +29,7 @@ FAMILIES = {
     "Gemma4ForConditionalGeneration": "gemma4",
     "Gemma4UnifiedForCausalLM": "gemma4_unified_text",
     "Gemma4UnifiedForConditionalGeneration": "gemma4_unified",
+    "GemmaForCausalLM": "gemma",
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4_moe",
     "GlmForCausalLM": "glm",
