@@ -73,6 +73,7 @@ class ModelConfig:
     attention_sinks: bool = False  # each head has a score that is that of no token
     rope: RopeConfig = field(default_factory=RopeConfig)
     window_rope: RopeConfig | None = None  # of layers with a window; None if it is `rope`
+    unrotated_layers: tuple[int, ...] = ()  # these rotate nothing
     temper: tuple[float, int] | None = None  # (beta, n): q *= 1 + beta ln(1 + floor(position / n))
     # The last layers read the cache of the last layer before them that has the same window.
     num_reading_layers: int = 0

@@ -45,10 +45,10 @@ BEFORE = "norm_before"
 def rotary_tables(config: ModelConfig, positions: int) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin [positions r] float32, r = half of the rotated entries, computed in float64.
 
-    Those of several ropes stand side by side, as `config.ropes` has them. If q has a temperature by
-    position, what it is multiplied with is one more column of cos, beside one of zeros in sin. The
-    tables are for sequences of up to `positions` tokens: with longrope, short and long ones have
-    different tables.
+    Those of several ropes stand side by side, as `config.ropes` has them, then angles of 0 if there
+    are layers that rotate nothing. If q has a temperature by position, what it is multiplied with
+    is one more column of cos, beside one of zeros in sin. The tables are for sequences of up to
+    `positions` tokens: with longrope, short and long ones have different tables.
     """
     position = np.arange(positions, dtype=np.float64)[:, None]
     cos: list[np.ndarray] = []
@@ -58,6 +58,9 @@ def rotary_tables(config: ModelConfig, positions: int) -> tuple[np.ndarray, np.n
         angles = position * inverse[None, :]
         cos.append(np.cos(angles) * scaling)
         sin.append(np.sin(angles) * scaling)
+    if config.unrotated_layers:
+        cos.append(np.ones_like(cos[0]))
+        sin.append(np.zeros_like(sin[0]))
     if config.temper is not None:
         beta, original = config.temper
         cos.append(1.0 + beta * np.log1p(np.floor(position / original)))

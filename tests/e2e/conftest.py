@@ -117,6 +117,9 @@ MINISTRAL3 = dict(
     ),
 )  # fmt: skip
 
+# One layer is not rotated: neither the first nor the last.
+SMOLLM3 = dict(no_rope_layers=[1, 0, 1], vocab_size=1009)
+
 EXPERTS = dict(num_experts_per_tok=3, moe_intermediate_size=20)
 
 MODELS = {
@@ -185,6 +188,18 @@ MODELS = {
     "gemma-biases": (
         "Gemma",
         dict(head_dim=16, attention_bias=True, tie_word_embeddings=False, num_key_value_heads=1),
+    ),
+    "smollm3": ("SmolLM3", SMOLLM3),
+    "smollm3-windows": (
+        "SmolLM3",
+        SMOLLM3
+        | dict(use_sliding_window=True, sliding_window=8, tie_word_embeddings=False)
+        | dict(attention_bias=True, mlp_bias=True, head_dim=24),
+    ),
+    "exaone4": ("Exaone4", dict(num_hidden_layers=4, sliding_window=8, head_dim=24)),
+    "exaone4-full": (
+        "Exaone4",
+        dict(sliding_window=None, layer_types=["full_attention"] * 3, tie_word_embeddings=True),
     ),
     "ministral3": ("Ministral3", MINISTRAL3),
     "ministral3-images": ("Ministral3Images", MINISTRAL3),

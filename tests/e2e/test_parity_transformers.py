@@ -36,6 +36,8 @@ NAMES = [
     "glm", "glm-head24",
     "ernie4-5", "ernie4-5-biases",
     "gemma", "gemma-biases",
+    "smollm3", "smollm3-windows",
+    "exaone4", "exaone4-full",
     "gemma4", "gemma4-small", "gemma4-images", "gemma4-unified", "gemma4-experts",
     "gemma4-experts-images",
     "mixtral", "mixtral-window", "qwen2-moe", "qwen3-moe", "qwen3-moe-biases",
@@ -116,6 +118,8 @@ VARIANTS = [
     "glm-head24",
     "ernie4-5-biases",
     "gemma-biases",
+    "smollm3-windows",
+    "exaone4-full",
 ]  # fmt: skip
 """Of configurations beside them: in `make test-slow`."""
 ON_A_GPU = [
@@ -304,6 +308,7 @@ def small_faults(model, name):
         window_rope = replace(model.window_rope, theta=1.01 * model.window_rope.theta)
         found["window theta"] = replace(model, window_rope=window_rope)
         found["ropes exchanged"] = replace(model, rope=model.window_rope, window_rope=rope)
+    found["rotated"] = replace(model, unrotated_layers=())
     if model.temper is not None:
         beta, original = model.temper
         found["temper"] = replace(model, temper=(1.01 * beta, original))
@@ -321,6 +326,8 @@ FAULTS = {
     "glm4": ("attention", "part", "theta"),
     "olmo3": ("attention", "theta", "window theta", "ropes exchanged"),
     "ministral3": ("attention", "theta", "temper", "temper begins late"),
+    "smollm3": ("attention", "theta", "rotated"),
+    "exaone4": ("attention", "theta", "rotated"),
 }
 
 
@@ -406,9 +413,9 @@ def test_the_check_would_see_a_wrong_mixture(
 
 DENSE = [
     *("gemma2", "gemma3", "gemma4", "gemma4-small", "gemma4-experts"),
-    *("glm4", "olmo2", "olmo3", "ministral3"),
+    *("glm4", "olmo2", "olmo3", "ministral3", "smollm3", "exaone4"),
 ]
-IN_TURN = ("gemma2", "gemma4", "gemma4-experts", "glm4", "olmo3")
+IN_TURN = ("gemma2", "gemma4", "gemma4-experts", "glm4", "olmo3", "smollm3", "exaone4")
 """Have the caches of Gemma 3, of the small Gemma 4, and of OLMo 2: in `make test-slow`."""
 ON_TORCH = [
     pytest.param(name, "torch", marks=pytest.mark.slow if name in IN_TURN else ()) for name in DENSE

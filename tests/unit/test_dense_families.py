@@ -80,6 +80,18 @@ def refused(error, words, architecture, **fields):
         ("Ernie4_5Config", "Ernie4_5ForCausalLM", {"use_bias": True, "tie_word_embeddings": False}),
         ("GemmaConfig", "GemmaForCausalLM", {}),
         ("GemmaConfig", "GemmaForCausalLM", {"attention_bias": True, "tie_word_embeddings": False}),
+        ("SmolLM3Config", "SmolLM3ForCausalLM", {"bos_token_id": None}),
+        (
+            "SmolLM3Config",
+            "SmolLM3ForCausalLM",
+            {"bos_token_id": None, "use_sliding_window": True, "sliding_window": 8},
+        ),
+        ("Exaone4Config", "Exaone4ForCausalLM", {"sliding_window_pattern": 2}),
+        (
+            "Exaone4Config",
+            "Exaone4ForCausalLM",
+            {"layer_types": [FULL] * 6, "sliding_window": None},
+        ),
         ("Gemma4TextConfig", "Gemma4ForCausalLM", {"hidden_size_per_layer_input": 0}),
         (
             "Gemma4TextConfig",
@@ -509,6 +521,36 @@ def test_gemma_4_31b_holds_eight_times_the_tokens():
             ["use_bidirectional_attention is True"],
         ),
         (
+            ModelError,
+            "SmolLM3ForCausalLM",
+            {"no_rope_layers": [1] * 5},
+            ["no_rope_layers is", "num_hidden_layers (6)"],
+        ),
+        (
+            ModelError,
+            "SmolLM3ForCausalLM",
+            {"no_rope_layers": [True] * 6},
+            ["no_rope_layers is", "a list of 1 and 0"],
+        ),
+        (
+            UnsupportedModel,
+            "SmolLM3ForCausalLM",
+            {"layer_types": [SLIDING] * 6, "sliding_window": 8},
+            ["layer_types is sliding_attention", "no sliding window is set"],
+        ),
+        (
+            ModelError,
+            "Exaone4ForCausalLM",
+            {"sliding_window_pattern": "LLLG"},
+            ['sliding_window_pattern is "LLLG"', "must be an integer"],
+        ),
+        (
+            ModelError,
+            "Exaone4ForCausalLM",
+            {"sliding_window_pattern": None},
+            ["sliding_window_pattern is missing"],
+        ),
+        (
             UnsupportedModel,
             "LlamaForCausalLM",
             {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
@@ -556,6 +598,32 @@ def test_the_temperature_of_q_is_a_column_of_the_table():
     np.testing.assert_allclose(cos[:, 8], want, rtol=1e-7)
 
 
+def test_layers_that_rotate_nothing_have_angles_of_zero():
+    config = config_of("SmolLM3ForCausalLM")
+    assert config.unrotated_layers == (3,)
+    assert config_of("SmolLM3ForCausalLM", no_rope_layer_interval=2).unrotated_layers == (1, 3, 5)
+    said = config_of("SmolLM3ForCausalLM", no_rope_layers=[0, 1, 1, 1, 1, 0, 0])
+    assert said.unrotated_layers == (0, 5)
+    angles = [layer[0].mixer.angles for layer in model_of(config).layers]
+    assert angles == [(0, 8)] * 3 + [(8, 16)] + [(0, 8)] * 2
+    cos, sin = rotary_tables(config, 50)
+    assert (cos[:, 8:] == 1).all()
+    assert not sin[:, 8:].any()
+    every = config_of("SmolLM3ForCausalLM", no_rope_layers=[1] * 6)
+    assert every.unrotated_layers == ()
+    assert {layer[0].mixer.angles for layer in model_of(every).layers} == {None}
+
+
+def test_layers_of_exaone_4_without_a_window_rotate_nothing_if_others_have_one():
+    assert config_of("Exaone4ForCausalLM").unrotated_layers == (3,)
+    assert config_of("Exaone4ForCausalLM", sliding_window=None).unrotated_layers == ()
+    # A window that no layer has is there all the same, as for transformers.
+    full = {"layer_types": [FULL] * 6}
+    assert config_of("Exaone4ForCausalLM", **full).unrotated_layers == tuple(range(6))
+    assert config_of("Exaone4ForCausalLM", **full, sliding_window=None).unrotated_layers == ()
+    assert {layer[0].pre for layer in model_of(config_of("Exaone4ForCausalLM")).layers} == {None}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("hidden", [1152, 2304, 2560, 3584, 3840, 5376, 4096])
 def test_the_scale_of_embeddings_is_rounded_to_their_dtype(dtype, hidden):
@@ -590,7 +658,8 @@ for raw in json.loads(sys.argv[1]):
 def test_layers_are_made_of_kernels_alone_on_a_gpu():
     """Planned in Triton's interpreter, which has every kernel without a GPU."""
     names = """Gemma2ForCausalLM Gemma3ForCausalLM Glm4ForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM
-    Ministral3ForCausalLM Gemma4ForCausalLM GemmaForCausalLM""".split()
+    Ministral3ForCausalLM Gemma4ForCausalLM GemmaForCausalLM
+    SmolLM3ForCausalLM Exaone4ForCausalLM""".split()
     models = json.dumps([{"architectures": [name]} | SMALL | {"head_dim": 64} for name in names])
     done = subprocess.run(
         [sys.executable, "-c", PLANS, models],

@@ -69,6 +69,8 @@ SEED_OSS = LLAMA | {"architectures": ["SeedOssForCausalLM"], "model_type": "seed
 GLM = LLAMA | {"architectures": ["GlmForCausalLM"], "model_type": "glm"}
 ERNIE = LLAMA | {"architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4_5"}
 GEMMA = LLAMA | {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}
+SMOLLM3 = LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
+EXAONE4 = LLAMA | {"architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4"}
 # Of these there is more in test_dense_families.py.
 NEWER = {
     "gemma2": GEMMA2,
@@ -83,6 +85,8 @@ NEWER = {
     "glm": GLM,
     "ernie4_5": ERNIE,
     "gemma": GEMMA,
+    "smollm3": SMOLLM3,
+    "exaone4": EXAONE4,
 }
 ALONE = {
     "llama": LLAMA,

@@ -65,6 +65,60 @@ PUBLISHED = {
         },
         2_506_172_416,
     ),
+    "HuggingFaceTB/SmolLM3-3B": (
+        {
+            "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False,
+            "attention_dropout": 0.0, "bos_token_id": None, "eos_token_id": 128012,
+            "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+            "intermediate_size": 11008, "layer_types": ["full_attention"] * 36,
+            "max_position_embeddings": 65536, "max_window_layers": 28, "mlp_bias": False,
+            "model_type": "smollm3", "no_rope_layer_interval": 4,
+            "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16, "num_hidden_layers": 36,
+            "num_key_value_heads": 4, "pad_token_id": 128004, "pretraining_tp": 2,
+            "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 5000000.0,
+            "sliding_window": None, "torch_dtype": "bfloat16",
+            "transformers_version": "4.54.0.dev0", "use_cache": False,
+            "use_sliding_window": False, "vocab_size": 128256,
+        },
+        3_075_098_624,
+    ),
+    "LGAI-EXAONE/EXAONE-4.0-32B": (
+        {
+            "architectures": ["Exaone4ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,
+            "eos_token_id": 361, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+            "initializer_range": 0.02, "intermediate_size": 27392,
+            "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 16,
+            "max_position_embeddings": 131072, "model_type": "exaone4", "num_attention_heads": 40,
+            "num_hidden_layers": 64, "num_key_value_heads": 8, "pad_token_id": 0,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+            "rope_theta": 1000000, "sliding_window": 4096, "sliding_window_pattern": "LLLG",
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "transformers_version": "4.54.0.dev0", "use_cache": True, "vocab_size": 102400,
+        },
+        32_003_216_384,
+    ),
+    "LGAI-EXAONE/EXAONE-4.0-1.2B": (
+        {
+            "architectures": ["Exaone4ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,
+            "eos_token_id": 361, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,
+            "initializer_range": 0.02, "intermediate_size": 4096,
+            "layer_types": ["full_attention"] * 30, "max_position_embeddings": 65536,
+            "model_type": "exaone4", "num_attention_heads": 32, "num_hidden_layers": 30,
+            "num_key_value_heads": 8, "pad_token_id": 0, "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+            "rope_theta": 1000000, "sliding_window": None, "sliding_window_pattern": None,
+            "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+            "transformers_version": "4.54.0.dev0", "use_cache": True, "vocab_size": 102400,
+        },
+        1_279_391_488,
+    ),
 }  # fmt: skip
 
 

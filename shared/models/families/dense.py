@@ -136,14 +136,14 @@ def no_windows(fields: Fields) -> list[int]:
 
 def one_window(fields: Fields, default: int | None) -> list[int]:
     """The same window in every layer, unless it is null; `default` where the field is absent."""
-    return _same_in_all(fields, _window(fields, default))
+    return _same_in_all(fields, window_size(fields, default))
 
 
 def windows_by_layer(fields: Fields, default: int) -> list[int]:
     """As Qwen: windows from layer `max_window_layers` on, or where `layer_types` says, if
     `use_sliding_window`.
     """
-    layers, window = _num_layers(fields), _window(fields, default)
+    layers, window = _num_layers(fields), window_size(fields, default)
     if not fields.boolean("use_sliding_window", False):
         window = 0
     first, types = first_window(fields), _layer_types(fields, window)
@@ -158,7 +158,7 @@ def windows_in_pattern(fields: Fields, default: int, pattern: int) -> list[int]:
     """
     for name in ("use_sliding_window", "max_window_layers"):
         fields.only(name)
-    window = _window(fields, default)
+    window = window_size(fields, default)
     types = _layer_types(fields, window)
     if types is None:
         layers = range(1, _num_layers(fields) + 1)
@@ -188,7 +188,8 @@ def _num_layers(fields: Fields) -> int:
     return fields.size("num_hidden_layers", high=MAX_LAYERS)
 
 
-def _window(fields: Fields, default: int | None) -> int:
+def window_size(fields: Fields, default: int | None) -> int:
+    """`sliding_window`; 0 where it is null."""
     if fields.get("sliding_window") is not None:
         return fields.size("sliding_window")
     return 0 if "sliding_window" in fields.raw else default or 0
@@ -286,10 +287,11 @@ PRE_NORMS = Norms()
 
 def model(config: ModelConfig, norms: Norms = PRE_NORMS) -> Model:
     """Every layer is attention, then an MLP; layers differ in their windows and what goes with
-    them.
+    them, in whether q and k are rotated, and in whether they have experts.
     """
     kinds = [
-        (window, config.has_experts(layer)) for layer, window in enumerate(config.layer_windows)
+        (window, layer not in config.unrotated_layers, config.has_experts(layer))
+        for layer, window in enumerate(config.layer_windows)
     ]
     # Equal layers are one object: comparing them is then quick.
     layers = {kind: _layer(config, *kind, norms) for kind in kinds}
@@ -304,10 +306,12 @@ def model(config: ModelConfig, norms: Norms = PRE_NORMS) -> Model:
     )
 
 
-def _layer(config: ModelConfig, window: int, has_experts: bool, norms: Norms) -> Layer:
+def _layer(
+    config: ModelConfig, window: int, is_rotated: bool, has_experts: bool, norms: Norms
+) -> Layer:
     eps, scale = config.rms_norm_eps, config.residual_scale
     norm = {name: Norm(name, eps) if key else None for name, key in norms.by_name.items()}
-    angles, temper = _columns(config, window)
+    angles, temper = _columns(config, window, is_rotated)
     heads, dealt = config.heads(window), config.dealt_heads
     attention = Attention(
         num_heads=heads.query,
@@ -356,16 +360,23 @@ def mixture(config: ModelConfig) -> Experts:
     )
 
 
-def _columns(config: ModelConfig, window: int) -> tuple[tuple[int, int] | None, int | None]:
+def _columns(
+    config: ModelConfig, window: int, is_rotated: bool
+) -> tuple[tuple[int, int] | None, int | None]:
     """The columns of cos and sin (`decoder.rotary_tables`) that a layer's angles and the
     temperature of its q are in.
     """
     sizes = config.rope_head_dims
     widths = [rope.rotated(size) // 2 for rope, size in zip(config.ropes, sizes, strict=True)]
+    own = 1 if window and config.window_rope is not None else 0
+    if config.unrotated_layers:
+        own = own if is_rotated else len(widths)
+        widths.append(widths[0])
     temper = None if config.temper is None else sum(widths)
-    if len(widths) == 1:
-        return (None if temper is None else (0, widths[0])), temper
-    return ((widths[0], sum(widths)) if window else (0, widths[0])), temper
+    if len(widths) == 1 and temper is None:
+        return None, None
+    first = sum(widths[:own])
+    return (first, first + widths[own]), temper
 
 
 # --- the parameters
