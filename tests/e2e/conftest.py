@@ -120,6 +120,8 @@ MINISTRAL3 = dict(
 # One layer is not rotated: neither the first nor the last.
 SMOLLM3 = dict(no_rope_layers=[1, 0, 1], vocab_size=1009)
 
+CWM = dict(num_hidden_layers=4, sliding_window=8, head_dim=16, bos_token_id=1)
+
 EXPERTS = dict(num_experts_per_tok=3, moe_intermediate_size=20)
 
 MODELS = {
@@ -201,6 +203,17 @@ MODELS = {
         "Exaone4",
         dict(sliding_window=None, layer_types=["full_attention"] * 3, tie_word_embeddings=True),
     ),
+    "ministral": (
+        "Ministral",
+        dict(sliding_window=8, head_dim=16)
+        | dict(layer_types=["full_attention"] + ["sliding_attention"] * 2),
+    ),
+    "ministral-window": (
+        "Ministral",
+        dict(sliding_window=11, head_dim=24, tie_word_embeddings=True, vocab_size=1009),
+    ),
+    "cwm": ("Cwm", CWM | dict(rope_parameters=LLAMA3_ROPE | dict(rope_theta=1e6))),
+    "cwm-biases": ("Cwm", CWM | dict(mlp_bias=True, head_dim=24, tie_word_embeddings=True)),
     "ministral3": ("Ministral3", MINISTRAL3),
     "ministral3-images": ("Ministral3Images", MINISTRAL3),
     "mixtral": ("Mixtral", dict(num_local_experts=6, num_experts_per_tok=2, intermediate_size=40)),

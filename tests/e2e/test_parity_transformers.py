@@ -38,6 +38,8 @@ NAMES = [
     "gemma", "gemma-biases",
     "smollm3", "smollm3-windows",
     "exaone4", "exaone4-full",
+    "ministral", "ministral-window",
+    "cwm", "cwm-biases",
     "gemma4", "gemma4-small", "gemma4-images", "gemma4-unified", "gemma4-experts",
     "gemma4-experts-images",
     "mixtral", "mixtral-window", "qwen2-moe", "qwen3-moe", "qwen3-moe-biases",
@@ -120,6 +122,8 @@ VARIANTS = [
     "gemma-biases",
     "smollm3-windows",
     "exaone4-full",
+    "ministral-window",
+    "cwm-biases",
 ]  # fmt: skip
 """Of configurations beside them: in `make test-slow`."""
 ON_A_GPU = [

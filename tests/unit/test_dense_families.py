@@ -92,6 +92,9 @@ def refused(error, words, architecture, **fields):
             "Exaone4ForCausalLM",
             {"layer_types": [FULL] * 6, "sliding_window": None},
         ),
+        ("MinistralConfig", "MinistralForCausalLM", {}),
+        ("MinistralConfig", "MinistralForCausalLM", {"sliding_window": None}),
+        ("CwmConfig", "CwmForCausalLM", {"bos_token_id": 1, "mlp_bias": True}),
         ("Gemma4TextConfig", "Gemma4ForCausalLM", {"hidden_size_per_layer_input": 0}),
         (
             "Gemma4TextConfig",
@@ -550,6 +553,14 @@ def test_gemma_4_31b_holds_eight_times_the_tokens():
             {"sliding_window_pattern": None},
             ["sliding_window_pattern is missing"],
         ),
+        (
+            ModelError,
+            "MinistralForCausalLM",
+            {"sliding_window": None, "layer_types": [SLIDING] * 6},
+            ["layer_types is sliding_attention", "no sliding window is set"],
+        ),
+        (UnsupportedModel, "CwmForCausalLM", {"attention_bias": True}, ["attention_bias is True"]),
+        (ModelError, "CwmForCausalLM", {"sliding_window": None}, ["sliding_window is null"]),
         (
             UnsupportedModel,
             "LlamaForCausalLM",

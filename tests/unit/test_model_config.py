@@ -71,6 +71,8 @@ ERNIE = LLAMA | {"architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4
 GEMMA = LLAMA | {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}
 SMOLLM3 = LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
 EXAONE4 = LLAMA | {"architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4"}
+MINISTRAL = LLAMA | {"architectures": ["MinistralForCausalLM"], "model_type": "ministral"}
+CWM = LLAMA | {"architectures": ["CwmForCausalLM"], "model_type": "cwm"}
 # Of these there is more in test_dense_families.py.
 NEWER = {
     "gemma2": GEMMA2,
@@ -87,6 +89,8 @@ NEWER = {
     "gemma": GEMMA,
     "smollm3": SMOLLM3,
     "exaone4": EXAONE4,
+    "ministral": MINISTRAL,
+    "cwm": CWM,
 }
 ALONE = {
     "llama": LLAMA,
@@ -472,7 +476,9 @@ def test_qwen2_moe_windows_are_those_of_transformers(fields):
     assert windows == their_windows("Qwen2MoeConfig", **fields)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gemma4_text", "olmo3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "gemma3_text", "gemma4_text", "olmo3", "gpt_oss", "cwm"]
+)
 def test_layers_with_a_window_need_its_length(name):
     """Whether the file says which layers these are, or the family does."""
     raw = FAMILIES[name] | {"sliding_window": None}

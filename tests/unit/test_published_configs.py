@@ -119,6 +119,39 @@ PUBLISHED = {
         },
         1_279_391_488,
     ),
+    "mistralai/Ministral-8B-Instruct-2410": (
+        {
+            "architectures": ["MinistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,
+            "eos_token_id": 2, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+            "initializer_range": 0.02, "intermediate_size": 12288,
+            "layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 9,
+            "max_position_embeddings": 32768, "model_type": "ministral", "num_attention_heads": 32,
+            "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+            "rope_theta": 100000000.0, "sliding_window": 32768, "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16", "transformers_version": "4.46.0.dev0", "use_cache": True,
+            "vocab_size": 131072,
+        },
+        8_019_808_256,
+    ),
+    "facebook/cwm": (
+        {
+            "architectures": ["CwmForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 128000,
+            "eos_token_id": [128001, 128008, 128009], "head_dim": 128, "hidden_act": "silu",
+            "hidden_size": 6144, "initializer_range": 0.02, "intermediate_size": 21504,
+            "layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 16,
+            "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "cwm",
+            "num_attention_heads": 48, "num_hidden_layers": 64, "num_key_value_heads": 8,
+            "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+            "rope_theta": 1000000.0, "sliding_window": 8192, "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16", "transformers_version": "4.57.0.dev0", "use_cache": True,
+            "vocab_size": 128256,
+        },
+        32_581_097_472,
+    ),
 }  # fmt: skip
 
 

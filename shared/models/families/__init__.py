@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .family import Family
 
 FAMILIES = {
+    "CwmForCausalLM": "cwm",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Exaone4ForCausalLM": "exaone4",
     "Gemma2ForCausalLM": "gemma2",
@@ -39,6 +40,7 @@ FAMILIES = {
     "LlamaForCausalLM": "llama",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Ministral3ForCausalLM": "ministral3",
+    "MinistralForCausalLM": "ministral",
     "Mistral3ForConditionalGeneration": "mistral3",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",

@@ -152,16 +152,16 @@ def windows_by_layer(fields: Fields, default: int) -> list[int]:
     return [window if layer >= first else 0 for layer in range(layers)]
 
 
-def windows_in_pattern(fields: Fields, default: int, pattern: int) -> list[int]:
+def windows_in_pattern(fields: Fields, default: int, pattern: int, first: int = 1) -> list[int]:
     """As Gemma: `layer_types` says which layers have the window; without it all but every
-    `pattern`-th one.
+    `pattern`-th one, where layers are counted from `first` on.
     """
     for name in ("use_sliding_window", "max_window_layers"):
         fields.only(name)
     window = window_size(fields, default)
     types = _layer_types(fields, window)
     if types is None:
-        layers = range(1, _num_layers(fields) + 1)
+        layers = range(first, first + _num_layers(fields))
         types = [LAYER_TYPES[1] if layer % pattern else LAYER_TYPES[0] for layer in layers]
     if not window and LAYER_TYPES[1] in types:
         fields.fail("sliding_window", "is null, must be an integer where layers have a window")
