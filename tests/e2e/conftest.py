@@ -254,6 +254,12 @@ MODELS = {
         # With 6 experts two of them tie within 4e-8 at one position of the prompt of 500 tokens.
         EXPERTS | dict(n_routed_experts=7, head_dim=24, attention_bias=True, n_shared_experts=2),
     ),
+    "olmoe": ("Olmoe", dict(num_experts=7, num_experts_per_tok=3, intermediate_size=40)),
+    "olmoe-biases": (
+        "Olmoe",
+        dict(num_experts=5, num_experts_per_tok=2, intermediate_size=40, norm_topk_prob=True)
+        | dict(attention_bias=True, tie_word_embeddings=True, num_key_value_heads=4),
+    ),
     "qwen3-moe-biases": (
         "Qwen3Moe",
         EXPERTS | dict(num_experts=5, head_dim=16, attention_bias=True, tie_word_embeddings=True),

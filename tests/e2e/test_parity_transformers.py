@@ -40,6 +40,7 @@ NAMES = [
     "exaone4", "exaone4-full",
     "ministral", "ministral-window",
     "cwm", "cwm-biases",
+    "olmoe", "olmoe-biases",
     "gemma4", "gemma4-small", "gemma4-images", "gemma4-unified", "gemma4-experts",
     "gemma4-experts-images",
     "mixtral", "mixtral-window", "qwen2-moe", "qwen3-moe", "qwen3-moe-biases",
@@ -124,6 +125,7 @@ VARIANTS = [
     "exaone4-full",
     "ministral-window",
     "cwm-biases",
+    "olmoe-biases",
 ]  # fmt: skip
 """Of configurations beside them: in `make test-slow`."""
 ON_A_GPU = [

@@ -563,6 +563,18 @@ def test_gemma_4_31b_holds_eight_times_the_tokens():
         (ModelError, "CwmForCausalLM", {"sliding_window": None}, ["sliding_window is null"]),
         (
             UnsupportedModel,
+            "OlmoeForCausalLM",
+            {"num_experts": 2, "num_experts_per_tok": 1, "clip_qkv": 8.0},
+            ["clip_qkv is 8.0"],
+        ),
+        (
+            UnsupportedModel,
+            "OlmoeForCausalLM",
+            {"num_experts": 2, "num_experts_per_tok": 1, "head_dim": 32},
+            ["head_dim is 32", "16"],
+        ),
+        (
+            UnsupportedModel,
             "LlamaForCausalLM",
             {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
             ["llama_4_scaling_beta is 0.1"],

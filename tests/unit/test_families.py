@@ -65,6 +65,7 @@ MIXTURES = {
     "Qwen2MoeForCausalLM": EXPERTS | {"num_experts": 3, "shared_expert_intermediate_size": 20},
     "Qwen3MoeForCausalLM": EXPERTS | {"num_experts": 3, "mlp_only_layers": [1]},
     "Glm4MoeForCausalLM": EXPERTS | {"n_routed_experts": 3},
+    "OlmoeForCausalLM": {"num_experts": 3, "num_experts_per_tok": 2},
 }
 """What those with experts have besides."""
 

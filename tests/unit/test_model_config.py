@@ -128,6 +128,7 @@ QWEN3_MOE = LLAMA | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qw
 GPT_OSS = LLAMA | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
 MINIMAX_M2 = LLAMA | {"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2"}
 GLM4_MOE = LLAMA | {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"} | EXPERTS
+OLMOE = LLAMA | {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"}
 # And of these in test_expert_families.py.
 MIXTURES = {
     "mixtral": MIXTRAL | {"num_local_experts": 4},
@@ -136,6 +137,7 @@ MIXTURES = {
     "glm4_moe": GLM4_MOE | {"n_routed_experts": 4},
     "gpt_oss": GPT_OSS | {"num_local_experts": 4},
     "minimax_m2": MINIMAX_M2 | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": OLMOE | {"num_experts": 4, "num_experts_per_tok": 2},
 }
 FAMILIES = ALONE | NEWER | MIXTURES
 FAMILIES |= {"mistral3": MISTRAL3, "gemma3": IMAGES3, "gemma4": IMAGES4, "gemma4_unified": PIXELS4}
@@ -1015,6 +1017,7 @@ def test_every_field_that_a_family_knows_is_read(name, monkeypatch):
         ("qwen3_moe", {"sliding_window": 8, "use_sliding_window": True}, "layer_types"),
         ("qwen3_moe", {"num_local_experts": 3}, "num_local_experts is 3, allowed: 4"),
         ("qwen3_moe", {"mlp_only_layers": [4]}, "mlp_only_layers is [4], must be a list of"),
+        ("olmoe", {"num_local_experts": 3}, "num_local_experts is 3, allowed: 4"),
         ("qwen2_moe", {"attention_bias": False}, "attention_bias is False, allowed: true"),
         ("gpt_oss", {"experts_per_token": 3}, "experts_per_token is 3, allowed: 4"),
         *((name, {"mlp_bias": True}, "mlp_bias is True") for name in MIXTURES),
