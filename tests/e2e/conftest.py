@@ -260,6 +260,18 @@ MODELS = {
         dict(num_experts=5, num_experts_per_tok=2, intermediate_size=40, norm_topk_prob=True)
         | dict(attention_bias=True, tie_word_embeddings=True, num_key_value_heads=4),
     ),
+    "dots1": (
+        "Dots1",
+        EXPERTS
+        | dict(n_routed_experts=8, n_shared_experts=2, n_group=4, topk_group=2)
+        | dict(routed_scaling_factor=1.7, norm_topk_prob=True, first_k_dense_replace=1),
+    ),
+    "dots1-windows": (
+        "Dots1",
+        EXPERTS
+        | dict(n_routed_experts=7, n_shared_experts=1, attention_bias=True, head_dim=24)
+        | dict(sliding_window=8, max_window_layers=1, tie_word_embeddings=True),
+    ),
     "qwen3-moe-biases": (
         "Qwen3Moe",
         EXPERTS | dict(num_experts=5, head_dim=16, attention_bias=True, tie_word_embeddings=True),

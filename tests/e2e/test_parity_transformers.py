@@ -41,6 +41,7 @@ NAMES = [
     "ministral", "ministral-window",
     "cwm", "cwm-biases",
     "olmoe", "olmoe-biases",
+    "dots1", "dots1-windows",
     "gemma4", "gemma4-small", "gemma4-images", "gemma4-unified", "gemma4-experts",
     "gemma4-experts-images",
     "mixtral", "mixtral-window", "qwen2-moe", "qwen3-moe", "qwen3-moe-biases",
@@ -126,6 +127,7 @@ VARIANTS = [
     "ministral-window",
     "cwm-biases",
     "olmoe-biases",
+    "dots1-windows",
 ]  # fmt: skip
 """Of configurations beside them: in `make test-slow`."""
 ON_A_GPU = [

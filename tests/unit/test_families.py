@@ -66,6 +66,7 @@ MIXTURES = {
     "Qwen3MoeForCausalLM": EXPERTS | {"num_experts": 3, "mlp_only_layers": [1]},
     "Glm4MoeForCausalLM": EXPERTS | {"n_routed_experts": 3},
     "OlmoeForCausalLM": {"num_experts": 3, "num_experts_per_tok": 2},
+    "Dots1ForCausalLM": EXPERTS | {"n_routed_experts": 3, "n_shared_experts": 1},
 }
 """What those with experts have besides."""
 

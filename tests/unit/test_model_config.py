@@ -129,6 +129,7 @@ GPT_OSS = LLAMA | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_os
 MINIMAX_M2 = LLAMA | {"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2"}
 GLM4_MOE = LLAMA | {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"} | EXPERTS
 OLMOE = LLAMA | {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"}
+DOTS1 = LLAMA | {"architectures": ["Dots1ForCausalLM"], "model_type": "dots1"} | EXPERTS
 # And of these in test_expert_families.py.
 MIXTURES = {
     "mixtral": MIXTRAL | {"num_local_experts": 4},
@@ -138,6 +139,7 @@ MIXTURES = {
     "gpt_oss": GPT_OSS | {"num_local_experts": 4},
     "minimax_m2": MINIMAX_M2 | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": OLMOE | {"num_experts": 4, "num_experts_per_tok": 2},
+    "dots1": DOTS1 | {"n_routed_experts": 4, "n_shared_experts": 1},
 }
 FAMILIES = ALONE | NEWER | MIXTURES
 FAMILIES |= {"mistral3": MISTRAL3, "gemma3": IMAGES3, "gemma4": IMAGES4, "gemma4_unified": PIXELS4}
@@ -476,6 +478,23 @@ def test_qwen2_moe_windows_are_those_of_transformers(fields):
     fields = {"num_hidden_layers": 4} | fields
     windows = parse_config(FAMILIES["qwen2_moe"] | fields).layer_windows
     assert windows == their_windows("Qwen2MoeConfig", **fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"max_window_layers": 2},
+        {"max_window_layers": 0, "sliding_window": 8},
+        {"max_window_layers": 0, "sliding_window": None},
+        {"layer_types": ["full_attention", "sliding_attention"] * 2},
+    ],
+)
+def test_dots1_windows_are_those_of_transformers(fields):
+    """They need no `use_sliding_window`."""
+    fields = {"num_hidden_layers": 4} | fields
+    windows = parse_config(FAMILIES["dots1"] | fields).layer_windows
+    assert windows == their_windows("Dots1Config", **fields)
 
 
 @pytest.mark.parametrize(
@@ -1017,6 +1036,13 @@ def test_every_field_that_a_family_knows_is_read(name, monkeypatch):
         ("qwen3_moe", {"sliding_window": 8, "use_sliding_window": True}, "layer_types"),
         ("qwen3_moe", {"num_local_experts": 3}, "num_local_experts is 3, allowed: 4"),
         ("qwen3_moe", {"mlp_only_layers": [4]}, "mlp_only_layers is [4], must be a list of"),
+        ("dots1", {"n_shared_experts": None}, "n_shared_experts is missing"),
+        (
+            "dots1",
+            {"use_sliding_window": False, "max_window_layers": 1},
+            "use_sliding_window is False, allowed: true",
+        ),
+        ("dots1", {"topk_method": "greedy"}, "topk_method is greedy"),
         ("olmoe", {"num_local_experts": 3}, "num_local_experts is 3, allowed: 4"),
         ("qwen2_moe", {"attention_bias": False}, "attention_bias is False, allowed: true"),
         ("gpt_oss", {"experts_per_token": 3}, "experts_per_token is 3, allowed: 4"),

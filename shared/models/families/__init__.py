@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 FAMILIES = {
     "CwmForCausalLM": "cwm",
+    "Dots1ForCausalLM": "dots1",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Exaone4ForCausalLM": "exaone4",
     "Gemma2ForCausalLM": "gemma2",

@@ -5,6 +5,7 @@ layers without any in front. Layers behind the last one, which predict further t
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ..config import ModelConfig
 from ..fields import Fields
@@ -21,27 +22,40 @@ PREDICTS = "num_nextn_predict_layers"
 
 def read(fields: Fields) -> ModelConfig:
     """q, k and v may have biases, heads of q and k norms."""
-    layers = fields.size("num_hidden_layers", high=dense.MAX_LAYERS)
-    plain = fields.size("first_k_dense_replace", 1, high=layers - 1, low=0)
-    given = experts(
-        fields,
-        "n_routed_experts",
-        "moe_intermediate_size",
-        8,
-        fields.boolean("norm_topk_prob", True),
-        tuple(range(plain)),
-    )
     config = dense.read(
         fields,
         eps=1e-5,
         rope=ROPE,
         qkv_bias=fields.boolean("attention_bias", False),
         qk_norm=fields.boolean("use_qk_norm", False),
-        **given,
+        **mixture(fields, plain=1, per_token=8, renormalizes=True),
     )
+    return by_sigmoids(fields, config, shared=1)
+
+
+def mixture(
+    fields: Fields, plain: int, per_token: int | None, renormalizes: bool
+) -> dict[str, Any]:
+    """The experts, and which layers in front have none. What is given are defaults."""
+    layers = fields.size("num_hidden_layers", high=dense.MAX_LAYERS)
+    front = fields.size("first_k_dense_replace", plain, high=layers - 1, low=0)
+    return experts(
+        fields,
+        "n_routed_experts",
+        "moe_intermediate_size",
+        per_token,
+        fields.boolean("norm_topk_prob", renormalizes),
+        tuple(range(front)),
+    )
+
+
+def by_sigmoids(fields: Fields, config: ModelConfig, shared: int | None) -> ModelConfig:
+    """The same model, whose experts are chosen by sigmoids, beside some that all tokens go through:
+    `shared` of them by default.
+    """
     return replace(
         config,
-        shared_expert_size=fields.size("n_shared_experts", 1) * config.expert_size,
+        shared_expert_size=fields.size("n_shared_experts", shared) * config.expert_size,
         expert_score="sigmoid",
         expert_groups=groups(fields, config),
         expert_scale=fields.number("routed_scaling_factor", 1.0, above=True),

@@ -23,7 +23,7 @@ def experts(
     fields: Fields,
     count: str,
     size: str,
-    per_token: int,
+    per_token: int | None,
     renormalizes: bool,
     layers: tuple[int, ...] = (),
 ) -> dict[str, Any]:
