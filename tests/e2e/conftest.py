@@ -272,6 +272,16 @@ MODELS = {
         | dict(n_routed_experts=7, n_shared_experts=1, attention_bias=True, head_dim=24)
         | dict(sliding_window=8, max_window_layers=1, tie_word_embeddings=True),
     ),
+    "granitemoe": (
+        "GraniteMoe",
+        GRANITE | dict(num_local_experts=7, num_experts_per_tok=3, intermediate_size=40),
+    ),
+    "granitemoe-biases": (
+        "GraniteMoe",
+        GRANITE
+        | dict(num_local_experts=5, num_experts_per_tok=2, intermediate_size=40, head_dim=24)
+        | dict(attention_bias=True, tie_word_embeddings=False, logits_scaling=13.0),
+    ),
     "qwen3-moe-biases": (
         "Qwen3Moe",
         EXPERTS | dict(num_experts=5, head_dim=16, attention_bias=True, tie_word_embeddings=True),

@@ -42,6 +42,7 @@ NAMES = [
     "cwm", "cwm-biases",
     "olmoe", "olmoe-biases",
     "dots1", "dots1-windows",
+    "granitemoe", "granitemoe-biases",
     "gemma4", "gemma4-small", "gemma4-images", "gemma4-unified", "gemma4-experts",
     "gemma4-experts-images",
     "mixtral", "mixtral-window", "qwen2-moe", "qwen3-moe", "qwen3-moe-biases",
@@ -128,6 +129,7 @@ VARIANTS = [
     "cwm-biases",
     "olmoe-biases",
     "dots1-windows",
+    "granitemoe-biases",
 ]  # fmt: skip
 """Of configurations beside them: in `make test-slow`."""
 ON_A_GPU = [

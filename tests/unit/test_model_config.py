@@ -130,6 +130,7 @@ MINIMAX_M2 = LLAMA | {"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "
 GLM4_MOE = LLAMA | {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"} | EXPERTS
 OLMOE = LLAMA | {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"}
 DOTS1 = LLAMA | {"architectures": ["Dots1ForCausalLM"], "model_type": "dots1"} | EXPERTS
+GRANITE_MOE = LLAMA | {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"}
 # And of these in test_expert_families.py.
 MIXTURES = {
     "mixtral": MIXTRAL | {"num_local_experts": 4},
@@ -140,6 +141,7 @@ MIXTURES = {
     "minimax_m2": MINIMAX_M2 | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": OLMOE | {"num_experts": 4, "num_experts_per_tok": 2},
     "dots1": DOTS1 | {"n_routed_experts": 4, "n_shared_experts": 1},
+    "granitemoe": GRANITE_MOE | {"num_local_experts": 4},
 }
 FAMILIES = ALONE | NEWER | MIXTURES
 FAMILIES |= {"mistral3": MISTRAL3, "gemma3": IMAGES3, "gemma4": IMAGES4, "gemma4_unified": PIXELS4}

@@ -6,10 +6,11 @@ wrote.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...checkpoint import STACKED
 from ..config import Heads, ModelConfig
 from ..fields import Fields, nearest, quoted, show
 from ..kv_scales import ignored_scales, scale_parameters
@@ -562,6 +563,23 @@ def _experts(config: ModelConfig, names: Names) -> Iterator[Parameter]:
         if config.gates_shared_expert:
             key = f"{LAYER}{module}_gate.weight"
             yield _one("shared_gate", (1, width), ("one", "embed"), key, some)
+
+
+def with_stacked_experts(
+    table: ParameterTable, count: int, keys: Mapping[str, str]
+) -> ParameterTable:
+    """The experts of a layer are one tensor [expert n k] for gate and up, and one for down. `keys`
+    are what these are called behind the layer.
+    """
+
+    def stacked(parameter: Parameter) -> Parameter:
+        key = keys.get(parameter.name)
+        if key is None:
+            return parameter
+        part = Part(f"{LAYER}{key}{STACKED}{count}", parameter.shape[0], parameter.axes[0])
+        return or_without_model(replace(parameter, parts=(part,), alternatives=()))
+
+    return replace(table, parameters=tuple(map(stacked, table)))
 
 
 def _projections(config: ModelConfig, names: Names, sort: _Sort) -> Iterator[Parameter]:

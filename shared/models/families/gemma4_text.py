@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...checkpoint import STACKED
 from ..config import Heads, ModelConfig
 from ..fields import Fields, show
 from ..rope import PER_LAYER as LAYER_TYPES
@@ -31,6 +30,7 @@ from . import dense, gemma2
 from .dense import LAYER
 from .family import Family
 
+STACKS = {"experts_gate_up": "experts.gate_up_proj", "experts_down": "experts.down_proj"}
 DEFAULTS = {
     "vocab_size": 262_144,
     "hidden_size": 2304,
@@ -253,7 +253,7 @@ def parameters(config: ModelConfig) -> ParameterTable:
     """The usual names, and those of what is behind each layer."""
     table = dense.parameters(config, NAMES, NORMS)
     if config.num_experts:
-        table = _with_fused_experts(table, config.num_experts)
+        table = dense.with_stacked_experts(table, config.num_experts, STACKS)
     more = [_one("layer_factor", (1,), ("one",), "{layer}layer_scalar", config)]
     if config.layer_input_size:
         more += _layer_inputs(config)
@@ -267,20 +267,6 @@ def parameters(config: ModelConfig) -> ParameterTable:
         for name in ("k_proj", "v_proj", "k_norm", "v_norm")
     ]
     return replace(table, parameters=(*table.parameters, *every), ignored=(*table.ignored, *unread))
-
-
-def _with_fused_experts(table: ParameterTable, count: int) -> ParameterTable:
-    """The experts of a layer are one tensor [expert n k] for gate and up, and one for down."""
-    keys = {"experts_gate_up": "experts.gate_up_proj", "experts_down": "experts.down_proj"}
-
-    def fused(parameter: Parameter) -> Parameter:
-        key = keys.get(parameter.name)
-        if key is None:
-            return parameter
-        part = Part(f"{LAYER}{key}{STACKED}{count}", parameter.shape[0], parameter.axes[0])
-        return dense.or_without_model(replace(parameter, parts=(part,), alternatives=()))
-
-    return replace(table, parameters=tuple(map(fused, table)))
 
 
 def _routing(config: ModelConfig) -> list[Parameter]:

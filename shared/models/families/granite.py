@@ -13,11 +13,16 @@ from .family import Family
 
 
 def read(fields: Fields) -> ModelConfig:
-    """All multipliers are 1 where they are absent, that of attention too. Logits are divided by
-    theirs.
+    """A Llama but for the multipliers."""
+    return multiplied(fields, llama.read(fields))
+
+
+def multiplied(fields: Fields, config: ModelConfig) -> ModelConfig:
+    """The same model with multipliers. All are 1 where they are absent, that of attention too.
+    Logits are divided by theirs.
     """
     return replace(
-        llama.read(fields),
+        config,
         embedding_scale=fields.number("embedding_multiplier", 1.0, above=True),
         attention_scale=fields.number("attention_multiplier", 1.0, above=True),
         residual_scale=fields.number("residual_multiplier", 1.0, above=True),
