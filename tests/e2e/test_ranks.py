@@ -138,6 +138,7 @@ WIDE_NORMS = [
     ("olmo2", 2, {}),
     ("olmo2", 4, {"num_attention_heads": 6, "head_dim": 16}),
     ("olmo3", 4, {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}),
+    ("olmoe", 2, {"num_experts": 8}),
     ("minimax-m2", 2, {}),
     ("minimax-m2", 4, {"num_local_experts": 8, "num_key_value_heads": 1}),
 ]
