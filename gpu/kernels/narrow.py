@@ -36,7 +36,7 @@ from .narrow_kernels import (
     quantizing_gemv_kernel,
     widen_kernel,
 )
-from .rows import added_and_normed, takes_add_norm
+from .rows import sum_and_norm, takes_add_norm
 
 PACKED = ("int4", "fp4")
 UNITS_CAPABILITY = (9, 0)
@@ -355,9 +355,9 @@ def _behind_norm(
     """The op, by an implementation of `linear_fp8`."""
     if norms(x, weight, scale):
         total = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-        added = AddedNorm(residual, norm, eps, total)
+        added = NormOfSum(residual, norm, eps, total)
         return quantizing_gemv(x, weight, scale, bias, x.dtype, norm=added)[0], total
-    normed, total = added_and_normed(x, residual, norm, eps)
+    normed, total = sum_and_norm(x, residual, norm, eps)
     return linear(normed, weight, None, scale, bias, dtype_name(x)), total
 
 
@@ -500,7 +500,7 @@ def _programs(blocks: int, most: int) -> int:
     return triton.cdiv(blocks, triton.cdiv(blocks, most))
 
 
-class AddedNorm(NamedTuple):
+class NormOfSum(NamedTuple):
     """The norm of the sum of rows and a residual [row k], with a weight [k]; `total` [row k] gets
     the sum.
     """
@@ -519,7 +519,7 @@ def quantizing_gemv(
     dtype: torch.dtype,
     *,
     gated: bool = False,
-    norm: AddedNorm | None = None,
+    norm: NormOfSum | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The product of rows that `quantises` takes, or of their `norm`. If `gated`, silu(gate) * up
     of it, and the sizes of the largest entries of parts of each row [row part].

@@ -235,7 +235,7 @@ def _fours_in_words(y, of):
 
 
 @triton.jit
-def _apart(fours):
+def _of_fours(fours):
     """Entries 0, 1, 2 and 3 of fours of bfloat16, in float32."""
     low, high = fours.to(tl.int32), (fours >> 32).to(tl.int32)
     a, b = (low << 16).to(tl.float32, bitcast=True), (low & -65536).to(tl.float32, bitcast=True)
@@ -262,12 +262,12 @@ def _normed_fours(x, residual, norm, eps, K: tl.constexpr):
     """(Fours of the norm of x + residual, fours of that sum), all given in fours: the sum is read
     as it was rounded, as by `add_rms_norm_kernel`.
     """
-    a, b, c, d = _apart(x)
-    e, f, g, h = _apart(residual)
+    a, b, c, d = _of_fours(x)
+    e, f, g, h = _of_fours(residual)
     total = _as_fours(a + e, b + f, c + g, d + h)
-    a, b, c, d = _apart(total)
+    a, b, c, d = _of_fours(total)
     scale = tl.rsqrt(tl.sum(a * a + b * b + c * c + d * d, 0) / K + eps)
-    e, f, g, h = _apart(norm)
+    e, f, g, h = _of_fours(norm)
     return _as_fours(a * scale * e, b * scale * f, c * scale * g, d * scale * h), total
 
 

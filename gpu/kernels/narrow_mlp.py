@@ -16,7 +16,7 @@ from ...ops.reference.narrow import FP8_UNITS
 from .launch import capability, config, overlap, power_of_2, triton_kernel
 from .narrow import (
     UNITS_CAPABILITY,
-    AddedNorm,
+    NormOfSum,
     fragments,
     fragments_take,
     linear_fp8,
@@ -35,7 +35,7 @@ from .narrow import (
     try_operand_kernels,
 )
 from .narrow_kernels import silu_quantize_kernel
-from .rows import added_and_normed, silu_and_mul, takes_add_norm
+from .rows import silu_and_mul, sum_and_norm, takes_add_norm
 
 MOST_GATED = 1 << 15
 """Entries of a row that one program takes through the activation."""
@@ -222,8 +222,8 @@ def _behind_norm(
     gate_up, gate_up_scale, *_ = weights
     if norms(x, gate_up, gate_up_scale):
         total = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-        return _mlp(linear, x, *weights, AddedNorm(residual, norm, eps, total)), total
-    normed, total = added_and_normed(x, residual, norm, eps)
+        return _mlp(linear, x, *weights, NormOfSum(residual, norm, eps, total)), total
+    normed, total = sum_and_norm(x, residual, norm, eps)
     return _mlp(linear, normed, *weights), total
 
 
@@ -236,7 +236,7 @@ def _mlp(
     down: torch.Tensor,
     down_scale: torch.Tensor,
     down_bias: torch.Tensor | None,
-    norm: AddedNorm | None = None,
+    norm: NormOfSum | None = None,
 ) -> torch.Tensor:
     """The MLP, by an implementation of `linear_fp8`. With `norm` of a row that `quantises` takes:
     of that.

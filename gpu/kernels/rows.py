@@ -95,7 +95,7 @@ def fused_add_rms_norm(x: Array, residual: Array, weight: Array, eps: float) -> 
     return x, residual
 
 
-def added_and_normed(
+def sum_and_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`fused_add_rms_norm` into memory of its own."""

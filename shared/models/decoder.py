@@ -19,7 +19,7 @@ from .config import ModelConfig
 from .families import model_of, parameters_of
 from .rope import rope_inverse_frequencies
 from .spec import Layer, Model, Norm, Sublayer, mixes_tokens, source_of
-from .stages import Array, Batch, Cache, Rows, Weights, begins_with_norm, from_stream, stage_of
+from .stages import Array, Batch, Cache, Rows, Weights, begins_with_norm, stage_of, stage_with_norm
 
 __all__ = [
     "Batch",
@@ -197,7 +197,7 @@ def through_mixer(
         x, residual = ops.norm_add_rms_norm(hidden, own, residual, other, post.eps, norm.eps)
     elif norm is not None and not sub.reduces_before and begins_with_norm(sub.mixer):
         given = weights, norm, hidden, residual, cache, batch
-        hidden, residual, cache = from_stream(ops, sub.mixer, *given)
+        hidden, residual, cache = stage_with_norm(ops, sub.mixer, *given)
         return Stream(hidden, residual), cache
     else:
         x, residual = pre_norm(ops, norm, weights, hidden, residual, sub.reduces_before)

@@ -215,7 +215,7 @@ def begins_with_norm(mixer: Mixer) -> TypeGuard[Attention | Mlp]:
     return mixer.act == "silu" and not _is_dealt(mixer.narrow, "down")
 
 
-def from_stream(
+def stage_with_norm(
     ops: Any,
     spec: Attention | Mlp,
     weights: Weights,
