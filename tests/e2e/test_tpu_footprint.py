@@ -194,10 +194,9 @@ def test_programs_that_were_compiled_before_say_how_many_pages(tmp_path, monkeyp
 
     model = parse_config(SHAPES["qwen3-0.6b"] | SHAPE)
     device = DeviceInfo("cpu", "cpu", 1 << 40)
-    config, _ = resolve(
-        EngineConfig(model="x", backend="jax", aot_folder=str(tmp_path), **SIZES), model, device
-    )
+    config, _ = resolve(EngineConfig(model="x", backend="jax", **SIZES), model, device)
     made = worker.JaxWorker(model, config, device, "x")
+    made.config = replace(config, aot_folder=str(tmp_path))
     made.device = replace(device, platform="tpu")
     monkeypatch.setattr(worker.footprint, "measure", lambda *given: pytest.fail("compiled"))
     page = made.page_bytes()
