@@ -149,10 +149,12 @@ class JaxWorker:
             self._model = program_model(model, config, self._plans, self._mesh)
         except OpError as error:
             raise ConfigError(f"{error.options}: {error}") from error
+        self._stored: executables.Reader | None = None
+        """The programs of `aot_folder`, which must be for exactly this engine and machine."""
         if config.aot_folder is not None:
             # Before weights are read: all but the pages that there is memory for.
-            reader = executables.Reader(config.aot_folder)
-            reader.check(self._key(reader.num_pages), ())
+            self._stored = executables.Reader(config.aot_folder)
+            self._stored.check(self._key(self._stored.num_pages), ())
         self.changes.append(use_cache(config.compilation_cache_dir, list(self._mesh.devices.flat)))
         self._dtype = jnp.dtype(config.dtype)
         self._programs: dict[Any, Callable[..., Any]] = {}
@@ -205,9 +207,7 @@ class JaxWorker:
         cache is known.
         """
         page, config = self.page_bytes(), self.config
-        stored = None
-        if config.aot_folder is not None:
-            stored = executables.Reader(config.aot_folder).num_pages * page
+        stored = None if self._stored is None else self._stored.num_pages * page
         if self.device.platform == "cpu":
             return HOST_MEMORY_FOR_KV if stored is None else stored
         memory = [memory_of(device) for device in self._mesh.local_devices]
@@ -251,7 +251,9 @@ class JaxWorker:
         """Compile every program in a thread pool."""
         work = jobs(self._model, table, self._shapes, self._dtype, self._mesh)
         reports: list[ProgramReport] = []
-        stored = self._stored([job.name for job in work.values()])
+        stored = self._stored
+        if stored is not None:
+            stored.check(self._key(self._num_pages), [job.name for job in work.values()])
         known = footprint.reusable(self._built, work)
         self._built = {}
         built = compilation.compile_all(work, self._mesh, self._plans.hash, progress, stored, known)
@@ -263,16 +265,6 @@ class JaxWorker:
             self._run_once(descriptor)
         self._is_ready, self._num_late = True, 0
         return reports
-
-    def _stored(self, names: Sequence[str]) -> executables.Reader | None:
-        """The executables of `aot_folder`. Raises ConfigError unless they are for exactly this
-        engine and machine, and all `names` among them.
-        """
-        if self.config.aot_folder is None:
-            return None
-        reader = executables.Reader(self.config.aot_folder)
-        reader.check(self._key(self._num_pages), names)
-        return reader
 
     def _key(self, num_pages: int) -> dict[str, Any]:
         """What stored programs must have been compiled for."""

@@ -190,13 +190,12 @@ def test_programs_that_were_compiled_before_say_how_many_pages(tmp_path, monkeyp
     """A worker with `aot_folder` compiles nothing to size its cache, and takes the folder's if
     it fits.
     """
-    from twinfer.tpu import worker
+    from twinfer.tpu import executables, worker
 
     model = parse_config(SHAPES["qwen3-0.6b"] | SHAPE)
     device = DeviceInfo("cpu", "cpu", 1 << 40)
     config, _ = resolve(EngineConfig(model="x", backend="jax", **SIZES), model, device)
     made = worker.JaxWorker(model, config, device, "x")
-    made.config = replace(config, aot_folder=str(tmp_path))
     made.device = replace(device, platform="tpu")
     monkeypatch.setattr(worker.footprint, "measure", lambda *given: pytest.fail("compiled"))
     page = made.page_bytes()
@@ -205,6 +204,7 @@ def test_programs_that_were_compiled_before_say_how_many_pages(tmp_path, monkeyp
         (tmp_path / "manifest.json").write_text(
             json.dumps({"key": {"num_pages": number}, "sha256": {}})
         )
+        made._stored = executables.Reader(str(tmp_path))
         monkeypatch.setattr(worker, "memory_of", lambda device: (limit, 10 * page))
         return made.measure() // page
 
