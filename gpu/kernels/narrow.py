@@ -354,9 +354,8 @@ def _behind_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The op, by an implementation of `linear_fp8`."""
     if norms(x, weight, scale):
-        total = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-        added = NormOfSum(residual, norm, eps, total)
-        return quantizing_gemv(x, weight, scale, bias, x.dtype, norm=added)[0], total
+        added = norm_of_sum(residual, norm, eps)
+        return quantizing_gemv(x, weight, scale, bias, x.dtype, norm=added)[0], added.total
     normed, total = sum_and_norm(x, residual, norm, eps)
     return linear(normed, weight, None, scale, bias, dtype_name(x)), total
 
@@ -509,6 +508,12 @@ class NormOfSum(NamedTuple):
     weight: torch.Tensor
     eps: float
     total: torch.Tensor
+
+
+def norm_of_sum(residual: torch.Tensor, weight: torch.Tensor, eps: float) -> NormOfSum:
+    """With memory for the sum, which programs that still read the residual cannot write into."""
+    total = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    return NormOfSum(residual, weight, eps, total)
 
 
 def quantizing_gemv(

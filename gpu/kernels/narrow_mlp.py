@@ -22,6 +22,7 @@ from .narrow import (
     linear_fp8,
     linear_fp8_units,
     linear_grouped,
+    norm_of_sum,
     norms,
     prepared,
     quantises,
@@ -221,8 +222,8 @@ def _behind_norm(
     """The MLP of the norm of x + residual, by an implementation of `linear_fp8`, and that sum."""
     gate_up, gate_up_scale, *_ = weights
     if norms(x, gate_up, gate_up_scale):
-        total = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-        return _mlp(linear, x, *weights, NormOfSum(residual, norm, eps, total)), total
+        added = norm_of_sum(residual, norm, eps)
+        return _mlp(linear, x, *weights, added), added.total
     normed, total = sum_and_norm(x, residual, norm, eps)
     return _mlp(linear, normed, *weights), total
 
