@@ -46,11 +46,14 @@ SHAPES = {
     "gpt-oss-20b": Shape(32, 4, 2880, 2880),
     "qwen3-30b-a3b": Shape(128, 8, 2048, 768),
 }
-BYTES = {"plain": 2.0, "fp8": 1.0, "fp4": 0.5 + 4 / 32}
+BYTES = {"plain": 2.0, "fp8": 1.0, "fp4": 0.5 + 2 / 32}
 """Of an entry of a weight, with its share of a scale."""
-FEW = [(16, 4, 6), (16, 4, 4), (16, 4, 3), (16, 4, 2), (16, 2, 6)]
-FEW_DOWN = [(32, 16, 3), (16, 16, 6), (16, 16, 3), (16, 16, 2), (16, 8, 6), (16, 8, 3)]
-PRODUCT = [(32, 4, 2), (32, 4, 4), (16, 4, 1), (16, 4, 2), (16, 4, 3), (16, 4, 6), (16, 2, 3)]
+FEW = [(16, 4, 6), (16, 4, 4), (16, 4, 2), (16, 2, 4), (32, 4, 2), (32, 2, 4)]
+FEW_DOWN = [(32, 16, 3), (32, 8, 3), (16, 16, 3), (16, 16, 2), (16, 8, 6), (16, 8, 3), (16, 4, 3)]
+PRODUCT = [
+    *((32, 4, 1), (32, 4, 2), (32, 4, 6), (32, 2, 1), (32, 2, 2), (32, 2, 4)),
+    *((16, 4, 3), (16, 4, 6), (64, 4, 2)),
+]
 FP8_FEW = [
     {
         "block_k": 2048, "entries": e, "programs": p, "warps": w, "down_k": k, "down_entries": d,
@@ -126,7 +129,7 @@ def weights(shape: Shape, kind: str) -> list[Any]:
             values = torch.randint(0, 256, packed, dtype=torch.uint8, device="cuda")
             powers = torch.randint(-8, -5, (shape.experts, n, k // 32), device="cuda")
             bias = torch.randn(shape.experts, n, device="cuda").bfloat16()
-            found += [values, torch.exp2(powers.float()), None, bias]
+            found += [values, torch.exp2(powers).bfloat16(), None, bias]
     return found
 
 

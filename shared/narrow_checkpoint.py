@@ -29,6 +29,10 @@ GPTQ_WRAPPED = 15
 NO_NUMBER = 255
 MXFP4_SCALES = np.ldexp(np.ones(NO_NUMBER, np.float32), np.arange(NO_NUMBER) - 127)
 """The power of two that each byte stands for."""
+MXFP4_LARGEST = 127 + 62
+"""The byte of the largest scale that kernels take: they keep entries within the range of bfloat16
+as what they stand for times 2^-62. No model has weights of 2^62.
+"""
 
 
 def open_checkpoint(
@@ -475,9 +479,11 @@ class Mxfp4(Form):
     def scale(self, module: str, start: int, stop: int) -> np.ndarray:
         """See `Form`."""
         exponents = self.rows(self.tensor(module, "scales") + STACKED, start, stop)
-        if (exponents == NO_NUMBER).any():
-            holds = f"holds {NO_NUMBER}, which stands for no number"
-            self.fail(self.tensor(module, "scales"), holds)
+        largest = int(exponents.max(initial=0))
+        if largest > MXFP4_LARGEST:
+            allowed = f"or 2^{largest - 127}; allowed are up to 2^{MXFP4_LARGEST - 127}"
+            what = "which stands for no number" if largest == NO_NUMBER else allowed
+            self.fail(self.tensor(module, "scales"), f"holds {largest}, {what}")
         found: np.ndarray = MXFP4_SCALES[exponents]
         return found
 

@@ -74,6 +74,7 @@ def pieces(xp: Any, wide: Any, narrow: Narrow) -> dict[Piece, Any]:
     else:
         # Nothing is quantised to fp4: these are dummy weights.
         values, scale = quantization.quantize_int4_dynamic(xp, wide, group)
+    scale = xp.astype(scale, xp.float_dtype(narrow.scale_dtype))
     found: dict[Piece, Any] = {"values": values, "scale": scale}
     if narrow.zeros:
         found["zero"] = xp.astype(scale * 0.0 + 8.0, xp.uint8)

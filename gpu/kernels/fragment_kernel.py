@@ -46,33 +46,22 @@ FP8_FLOAT16 = gl.constexpr(
     cvt.rn.f16x2.e4m3x2 a, x; cvt.rn.f16x2.e4m3x2 b, y;
     mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; }"""
 )
-# Numbers of e2m1 become bfloat16 of 2^-126 their size, the least of which has no exponent.
-FP4_NUMBERS = gl.constexpr(
-    """{ .reg .b32 a, b, c, d, t, big;
-    mov.b32 big, 0x7E807E80;
-    shl.b32 a, $8, 6; shl.b32 t, $8, 12;
-    and.b32 t, t, 0x80008000; lop3.b32 a, a, 0x01C001C0, t, 0xEA;
-    shl.b32 b, $8, 2; shl.b32 t, $8, 8;
-    and.b32 t, t, 0x80008000; lop3.b32 b, b, 0x01C001C0, t, 0xEA;
-    shr.u32 c, $8, 2; shl.b32 t, $8, 4;
-    and.b32 t, t, 0x80008000; lop3.b32 c, c, 0x01C001C0, t, 0xEA;
-    shr.u32 d, $8, 6;
-    and.b32 t, $8, 0x80008000; lop3.b32 d, d, 0x01C001C0, t, 0xEA;
-    mul.rn.bf16x2 a, a, big; mul.rn.bf16x2 b, b, big;
-    mul.rn.bf16x2 c, c, big; mul.rn.bf16x2 d, d, big;
+# Numbers of e2m1, moved to where they are bfloat16 of 2^-126 their size (the least has no
+# exponent), times a scale. The sign comes from a word with the signs of every other number alone:
+# what else that has lies where the number is taken, so one choice of bits puts both together.
+FP4_SCALED = gl.constexpr(
+    """{ .reg .b32 a, b, c, d, t, even, odd;
+    and.b32 even, $8, 0x08080808; and.b32 odd, $8, 0x80808080;
+    shl.b32 a, $8, 6; shl.b32 t, even, 12; lop3.b32 a, a, t, 0x01C001C0, 0xE4;
+    shl.b32 b, $8, 2; shl.b32 t, odd, 8; lop3.b32 b, b, t, 0x01C001C0, 0xE4;
+    shr.u32 c, $8, 2; shl.b32 t, even, 4; lop3.b32 c, c, t, 0x01C001C0, 0xE4;
+    shr.u32 d, $8, 6; lop3.b32 d, d, odd, 0x01C001C0, 0xE4;
+    mul.rn.bf16x2 a, a, $9; mul.rn.bf16x2 b, b, $9;
+    mul.rn.bf16x2 c, c, $9; mul.rn.bf16x2 d, d, $9;
     mov.b32 {$0, $4}, a; mov.b32 {$1, $5}, b; mov.b32 {$2, $6}, c; mov.b32 {$3, $7}, d; }"""
 )
-# Times a scale of two parts of which the first is so short that its product is exact: rounded once.
-FP4_SCALED = gl.constexpr(
-    FP4_NUMBERS.value.replace(
-        "    mov.b32 {$0",
-        """    mul.rn.bf16x2 t, a, $9; fma.rn.bf16x2 a, a, $10, t;
-    mul.rn.bf16x2 t, b, $9; fma.rn.bf16x2 b, b, $10, t;
-    mul.rn.bf16x2 t, c, $9; fma.rn.bf16x2 c, c, $10, t;
-    mul.rn.bf16x2 t, d, $9; fma.rn.bf16x2 d, d, $10, t;
-    mov.b32 {$0""",
-    )
-)
+FP4_UNITS = gl.constexpr(2.0**62)
+"""How many of an operand's units are 1 where numbers of e2m1 are scaled."""
 
 
 @gluon.constexpr_function
@@ -129,25 +118,16 @@ def _by_word(a, b, c, d, e, f, g, h, ROWS: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def fp4_numbers(words, ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """Words [warp row 4 4] of e2m1 as bfloat16 [warp row STEP] in the order of `_int4_operand`."""
-    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-        FP4_NUMBERS, "=h,=h,=h,=h,=h,=h,=h,=h,r", [words], dtype=(gl.bfloat16,) * 8, is_pure=True,
-        pack=1,
-    )  # fmt: skip
-    return _by_word(a, b, c, d, e, f, g, h, ROWS, WARPS)
-
-
-@gluon.jit
 def fp4_operand(words, scale, ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """`fp4_numbers` times scales [warp row 4 1] float32, one for a thread's 32 entries."""
-    high = (scale.to(gl.int32, bitcast=True) >> 16) & 0xFFFC
-    rest = scale - (high << 16).to(gl.float32, bitcast=True)
-    low = rest.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    """Numbers of words [warp row 4 4] times scales [warp row 4 1] bfloat16, one for a thread's 32
+    entries, in FP4_UNITS and rounded once, in the order of `_int4_operand`. Scales of 2^-64 to 2^63
+    leave them within the range of bfloat16.
+    """
+    factor = (scale.to(gl.float32) * 2.0**64).to(gl.int32, bitcast=True)
     a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
         FP4_SCALED,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
-        [words, high * 0x10001, low * 0x10001],
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+        [words, (factor >> 16 & 0xFFFF) * 0x10001],
         dtype=(gl.bfloat16,) * 8,
         is_pure=True,
         pack=1,
@@ -168,12 +148,21 @@ def _fp8_operand(words, ROWS: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def loaded(place, mask, CACHE: gl.constexpr):
+    """What is at `place`, 0 where the mask does not hold; None holds everywhere."""
+    if mask is None:
+        return gl.load(place, cache_modifier=CACHE)
+    else:
+        return gl.load(place, mask=mask, other=0, cache_modifier=CACHE)
+
+
+@gluon.jit
 def tokens_operand(place, mask, KIND: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr):
     """A step of x as the right operand [warp STEP M]."""
     if KIND == "fp8":
-        y = _fp8_operand(gl.load(place, mask=mask, other=0), M, WARPS)
+        y = _fp8_operand(loaded(place, mask, ""), M, WARPS)
     else:
-        y = gl.load(place, mask=mask, other=0.0).reshape([WARPS, M, 4, 4, 2, 2, 2])
+        y = loaded(place, mask, "").reshape([WARPS, M, 4, 4, 2, 2, 2])
         y = y.permute([0, 1, 3, 5, 6, 2, 4]).reshape([WARPS, M, STEP])
     return y.permute([0, 2, 1])
 

@@ -10,7 +10,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._layouts import DistributedLinearLayout
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from .fragment_kernel import STEP, fp4_numbers, fp4_operand, step_layout, tokens_operand
+from .fragment_kernel import (
+    FP4_UNITS,
+    STEP,
+    fp4_operand,
+    loaded,
+    step_layout,
+    tokens_operand,
+)
 from .moe_narrow_kernels import _between
 from .overlap import wait
 
@@ -36,18 +43,23 @@ def _words(warps, rows):
 
 
 @gluon.jit
+def _both(mask, other):
+    """Where both masks hold; None holds everywhere."""
+    if mask is None:
+        return other
+    else:
+        return mask & other
+
+
+@gluon.jit
 def _sums(
     weight, scale, of_weight, real, x, of_x, x_real, K: gl.constexpr, PARTS: gl.constexpr,
     M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
-    LAYOUT: gl.constexpr, TOKENS: gl.constexpr, ONE: gl.constexpr,
+    LAYOUT: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """Sums [warp n m] float32 of each warp over its part of k: of rows `of_weight` [warp n 1 1]
-    of the weight by rows at `of_x` [warp m 1] of x. Warp w takes the steps w % PARTS, then every
-    PARTS-th.
-
-    ONE: x has one row, `of_x` is [warp 1 1], and the sum of row n is that of [n m] over m. Each
-    column of the right operand has the entries of one group of a step and zeros, so that sums are
-    those of groups, and scales are for these.
+    of the weight by rows at `of_x` [warp m 1] of x, where the masks `real` and `x_real` hold or are
+    None. Warp w takes the steps w % PARTS, then every PARTS-th.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -63,38 +75,25 @@ def _sums(
     x_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, TOKENS)))[:, None, None]
     i = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(1, TOKENS)))[None, None, :]
     at = x_w % PARTS * STEP + i
-    if ONE:
-        # A thread that has the sums of a column has read the scales of that group.
-        m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))[None, :, None]
-        x_real = x_real & (m == i // GROUP * (M // 4))
-    nothing = gl.zeros([WARPS, BLOCK_N, M], gl.float32, layout=mma)
-    by_group = nothing.reshape([WARPS, BLOCK_N, 4, M // 4])
-    total = nothing
+    total = gl.zeros([WARPS, BLOCK_N, M], gl.float32, layout=mma)
     asked, shares = (), ()
+    # Only the last step may go beyond k: where nothing is left out, no zeros are put in its place.
+    whole: gl.constexpr = K // (PARTS * STEP)
     for s in gl.static_range(steps + AHEAD):
         if s < steps:
-            inside = real & (g + s * (PARTS * 4) < K // GROUP)
+            inside = real if s < whole else _both(real, g + s * (PARTS * 4) < K // GROUP)
             here = words + s * (PARTS * WORDS)
-            asked += (gl.load(here, mask=inside, other=0, cache_modifier=".cg"),)  # type: ignore[assignment]
-            shares += (gl.load(scales + s * (PARTS * 4), mask=inside, other=0.0),)  # type: ignore[assignment]
+            asked += (loaded(here, inside, ".cg"),)  # type: ignore[assignment]
+            shares += (loaded(scales + s * (PARTS * 4), inside, ""),)  # type: ignore[assignment]
         if s >= AHEAD:
-            if ONE:
-                a = fp4_numbers(asked[s - AHEAD], BLOCK_N, WARPS)
-            else:
-                a = fp4_operand(asked[s - AHEAD], shares[s - AHEAD], BLOCK_N, WARPS)
+            a = fp4_operand(asked[s - AHEAD], shares[s - AHEAD], BLOCK_N, WARPS)
             a = gl.convert_layout(a, left, assert_trivial=True)
             k = at + (s - AHEAD) * (PARTS * STEP)
-            b = tokens_operand(x + of_x + k, x_real & (k < K), "fp4", M, WARPS)
+            known = x_real if s - AHEAD < whole else _both(x_real, k < K)
+            b = tokens_operand(x + of_x + k, known, "fp4", M, WARPS)
             b = gl.convert_layout(b, right, assert_trivial=True)
-            if ONE:
-                now = mma_v2(a, b, nothing).reshape([WARPS, BLOCK_N, 4, M // 4])
-                share = gl.convert_layout(shares[s - AHEAD], now.type.layout, assert_trivial=True)
-                by_group += now * share
-            else:
-                total = mma_v2(a, b, total)
-    if ONE:
-        total = by_group.reshape([WARPS, BLOCK_N, M])
-    return total
+            total = mma_v2(a, b, total)
+    return total * FP4_UNITS
 
 
 @gluon.jit
@@ -143,18 +142,19 @@ def expert_kernel(
         row = n // 2 + n % 2 * N if GATED and not CLAMPED else n
         row = expert.to(gl.int64) * rows + row
         of_weight = row[None, :, None, None]
-        real = (n < rows)[None, :, None, None]
+        real = None if rows % BLOCK_N == 0 else (n < rows)[None, :, None, None]
+        column = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))
+        # Columns beyond the last row of x are any, or zeros: nothing is made of their sums.
+        x_real = None if SORTED else (column == 0)[None, :, None]
         if SORTED:
-            m = first + gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))
-            choice = gl.load(order + m, mask=m < stop, other=0)
-            of_x = ((choice // TOP_K if GATED else m).to(gl.int64) * x_stride)[None, :, None]
-            x_real = (m < stop)[None, :, None]
+            m = gl.minimum(first + column, stop - 1)
+            own_rows = gl.load(order + m) // TOP_K if GATED else m
+            of_x = (own_rows.to(gl.int64) * x_stride)[None, :, None]
         else:
             of_x = (block // TOP_K if GATED else block).to(gl.int64) * x_stride
-            x_real = True
         total = _sums(
             weight, scale, of_weight, real, x, of_x, x_real, K, WARPS, M, BLOCK_N, WARPS, AHEAD,
-            LAYOUT, TOKENS, not SORTED,
+            LAYOUT, TOKENS,
         )  # fmt: skip
         # Two rows of the weight, gate and up, are one thread's.
         results: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -215,9 +215,11 @@ def token_down_kernel(
     x_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, TOKENS)))[:, None, None]
     of_x = (t * TOP_K + x_w // PARTS).to(gl.int64) * K
     own = _chosen(experts, t, x_w // PARTS, TOP_K)
+    column = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))[None, :, None]
+    x_real = (own >= 0) & (own < EXPERTS) & (column == 0)
     sums = _sums(
-        weight, scale, row, real, hidden, of_x, (own >= 0) & (own < EXPERTS), K, PARTS, M, BLOCK_N,
-        WARPS, AHEAD, LAYOUT, TOKENS, True,
+        weight, scale, row, real, hidden, of_x, x_real, K, PARTS, M, BLOCK_N, WARPS, AHEAD,
+        LAYOUT, TOKENS,
     )  # fmt: skip
     total = gl.sum(sums, 2)
     of_total: gl.constexpr = total.type.layout

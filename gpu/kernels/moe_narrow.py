@@ -133,9 +133,12 @@ def moe_experts_narrow(
 
 def _fragments_take(x: torch.Tensor, weight: _Weight, act: _Between, rows: int = 1) -> bool:
     """Whether `expert_kernel`, which knows no gelu, takes a product whose experts have so many rows
-    on average.
+    on average. It takes scales of powers of two, as those of mxfp4 are, which bfloat16 has.
     """
-    mxfp4 = weight.kind == "fp4" and weight.group == 32 and dtype_name(x) == "bfloat16"
+    scale = weight.scale
+    if scale is None or scale.dtype != torch.bfloat16 or dtype_name(x) != "bfloat16":
+        return False
+    mxfp4 = weight.kind == "fp4" and weight.group == 32
     return mxfp4 and not act.gelu and hopper() and rows <= config("moe_fragments")["rows"]
 
 

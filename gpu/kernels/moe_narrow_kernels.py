@@ -52,7 +52,9 @@ def _wide(
             base = tl.load(zero + of, mask=real, other=0).to(tl.int32)[:, None]
         return _entries(raw, base, KIND, tl.float32) * share[:, None]
     else:
-        g = start // GROUP + tl.arange(0, BLOCK_K // GROUP)
+        # Where blocks begin is a multiple of one, which the compiler sees of this form alone: it
+        # asks for scales of 16 bits ahead of use where two of them are a word.
+        g = start // BLOCK_K * (BLOCK_K // GROUP) + tl.arange(0, BLOCK_K // GROUP)
         of_each = row[:, None] * groups + g[None, :]
         inside = real[:, None] & (g < groups)[None, :]
         each = _spread(tl.load(scale + of_each, mask=inside, other=0.0), GROUP)

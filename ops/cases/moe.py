@@ -680,6 +680,14 @@ def _narrow(rng: np.random.Generator, kind: str, dtype: str, groups: int, *shape
     return {"weight": weight, "scale": scale.astype(np.float32), "zero": zero}
 
 
+def _mxfp4(rng: np.random.Generator, *shape: int) -> Arguments:
+    """The same as mxfp4 has it: e2m1 by groups of 32, and powers of two in bfloat16 as scales."""
+    experts, n, k = shape
+    found = _narrow(rng, "fp4", "bfloat16", k // 32, experts, n, k)
+    scale = 2.0 ** np.rint(np.log2(found["scale"]) + rng.integers(-2, 3, found["scale"].shape))
+    return found | {"scale": scale.astype(DTYPES["bfloat16"])}
+
+
 def _wide(weight: Any, scale: Any, zero: Any, kind: str) -> np.ndarray:
     """All experts' weights [expert n k] as float64."""
     if scale is None:
@@ -707,6 +715,8 @@ def _grouped_linear_cases(dtype: str) -> Iterator[Case]:
             narrow = _narrow(rng, kind, dtype, groups, 5, 35, 96)
             given = {"x": x, "bias": bias, "kind": kind} | sizes
             yield Case(f"{kind}, {groups} groups", given | narrow)
+    beside = {"bias": normal(rng, dtype, 5, 35), "kind": "fp4"} | sizes
+    yield Case("mxfp4", {"x": x} | beside | _mxfp4(rng, 5, 35, 96))
 
 
 def _grouped_linear(
@@ -797,6 +807,13 @@ def _narrow_expert_cases(dtype: str) -> Iterator[Case]:
     for name, n in (("gate_up", 32), ("down", 16)):
         few |= _named(name, _narrow(rng, "fp8", dtype, 1, 5, n, 16), None)
     yield Case("few entries", few | _chosen(logits, 1, True))
+    for alpha in (0.0, 1.702):
+        small = {"x": x, "kind": "fp4", "alpha": alpha, "limit": 0.9 if alpha else 0.0}
+        for name, n, k in (("gate_up", 2 * inter, dim), ("down", dim, inter)):
+            bias = normal(rng, dtype, 5, n) if alpha else None
+            small |= _named(name, _mxfp4(rng, 5, n, k), bias)
+        name = "mxfp4, " + ("in turns, biases" if alpha else "silu")
+        yield Case(name, small | _chosen(logits, 2, True))
 
 
 def _named(name: str, narrow: Arguments, bias: Any) -> Arguments:

@@ -197,7 +197,8 @@ def grouped_linear(
     kind: str,
 ) -> Array:
     """As `grouped_matmul`, with weights [expert n k] of `kind` plain, or narrow as those of
-    `linear_grouped` (then with their scale [expert n t] float32, and zero), plus bias [expert n].
+    `linear_grouped` (then with their scale [expert n t] float32 or bfloat16, and zero), plus bias
+    [expert n].
     """
     ends = xp.cumsum(group_sizes, 0, dtype=xp.int32)
     row = xp.arange(x.shape[0], dtype=xp.int32, device=device_of(group_sizes))

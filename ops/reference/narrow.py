@@ -260,7 +260,8 @@ def product_of_expert(
 
 
 def widened_weight(xp: Any, weight: Array, scale: Array, zero: Array | None, kind: str) -> Array:
-    """The entries [n k] that a narrow weight stands for, in the dtype of its scales."""
+    """The entries [n k] that a narrow weight stands for, in its scales' accumulation dtype."""
+    scale = xp.accumulate(scale)
     if kind not in KINDS:
         raise OpError(f"kind: got {kind!r}, allowed are {', '.join(KINDS)}")
     if zero is not None and kind != "int4":

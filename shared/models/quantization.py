@@ -226,7 +226,7 @@ def pieces_of(wide: Parameter, narrow: Narrow) -> Iterator[Parameter]:
         )
 
     yield piece("values", shape, kind, columns)
-    yield piece("scale", (n, groups), "float32", across)
+    yield piece("scale", (n, groups), narrow.scale_dtype, across)
     if narrow.zeros:
         yield piece("zero", (n, groups), "uint8", across)
     if narrow.static_activations:

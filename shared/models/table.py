@@ -18,7 +18,7 @@ from .spec import Narrow
 TOP = -1
 """The layer of what belongs to none."""
 Init = Literal["normal", "ones", "zeros"]
-ParameterDtype = Literal["model", "float32", "int8", "float8_e4m3fn", "uint8"]
+ParameterDtype = Literal["model", "float32", "bfloat16", "int8", "float8_e4m3fn", "uint8"]
 Piece = Literal["values", "scale", "zero", "input_scale"]
 """What a narrow weight is made of."""
 
@@ -228,7 +228,7 @@ def parameter_count(table: ParameterTable) -> int:
     return sum(p.entries * (1 if p.layers is None else len(p.layers)) for p in table)
 
 
-BYTES_OF = {"model": 0, "float32": 4, "int8": 1, "float8_e4m3fn": 1, "uint8": 1}
+BYTES_OF = {"model": 0, "float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "uint8": 1}
 
 
 def bytes_of(parameter: Parameter, itemsize: int) -> int:

@@ -515,6 +515,19 @@ def test_an_entry_of_an_expert_that_the_run_dtype_does_not_hold_is_named(checkpo
     read_for(folder, "bfloat16")
 
 
+def test_scales_of_mxfp4_that_kernels_do_not_take_are_named(checkpoint, tmp_path):
+    key = "model.layers.0.mlp.experts.gate_up_proj_scales"
+
+    def change(tensors):
+        tensors[key][1, 2, 0] = 190
+
+    folder = changed(checkpoint("mxfp4"), tmp_path / "large", change)
+    with pytest.raises(
+        CheckpointError, match=rf"{key} holds 190, or 2\^63; allowed are up to 2\^62"
+    ):
+        read_for(folder, "bfloat16")
+
+
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_engines_refuse_entries_that_they_could_not_compute_with(checkpoint, tmp_path, backend):
     folder = scaled_to(checkpoint, tmp_path / "large", "gptq", 80_000)

@@ -21,7 +21,7 @@ from twinfer.ops.cases import load_all
 from twinfer.ops.cases.attention import by_head, paged, released
 from twinfer.ops.cases.dense import _product
 from twinfer.ops.cases.generators import generator, normal
-from twinfer.ops.cases.moe import _chosen, _named, _narrow, mixture
+from twinfer.ops.cases.moe import _chosen, _mxfp4, _named, _narrow, mixture
 from twinfer.ops.cases.quantized import (
     _grouped_mlp_case,
     _mlp_case,
@@ -930,8 +930,11 @@ def test_triton_narrow_experts_of_few_tokens(kernels, device, tokens, kind):
     names = ["1 groups, silu", "1 groups, gelu", "2 groups, in turns, biases"]
     if kind in ("plain", "fp4"):
         names.append("5 of 11, from the fourth on")
+    names = [f"{kind}, {name}" for name in names]
+    if kind == "fp4":
+        names += ["mxfp4, silu", "mxfp4, in turns, biases"]
     for name in names:
-        arguments = dict(cases[f"{kind}, {name}"])
+        arguments = dict(cases[name])
         arguments |= {x: arguments[x][:tokens] for x in ("x", "weights", "experts")}
         judge("moe_experts_narrow", arguments, device)
 
@@ -959,16 +962,17 @@ def test_triton_narrow_experts_of_many_tokens(kernels, device, kind):
     [(1, 4, 1.702), (2, 3, 0.0), (4, 3, 0.0), (9, 4, 1.702), (15, 4, 0.0)],
 )
 def test_triton_experts_of_mxfp4(kernels, device, tokens, top_k, alpha):
-    """Blocks of 8, 16 and 32 rows, k that ends within a step, an expert that nobody chooses."""
-    rng, (dim, inter, experts) = np.random.default_rng(tokens), (480, 96, 6)
+    """Blocks of 8, 16 and 32 rows, k of several steps that ends within one, an expert that nobody
+    chooses.
+    """
+    rng, (dim, inter, experts) = np.random.default_rng(tokens), (1120, 96, 6)
     chosen = _chosen(rng.normal(size=(tokens, experts - 1)), top_k, True)
     chosen["experts"][-1, -1] = -1
     chosen["experts"][0, 0] = experts + 1  # of another shard
     arguments = {"x": normal(rng, "bfloat16", tokens, dim), "kind": "fp4", "alpha": alpha}
     for name, n, k in (("gate_up", 2 * inter, dim), ("down", dim, inter)):
         bias = normal(rng, "bfloat16", experts, n) if alpha else None
-        weight = _narrow(rng, "fp4", "bfloat16", k // 32, experts, n, k)
-        arguments |= _named(name, weight, bias)
+        arguments |= _named(name, _mxfp4(rng, experts, n, k), bias)
     judge("moe_experts_narrow", arguments | chosen | {"limit": 0.9 if alpha else 0.0}, device)
 
 

@@ -22,6 +22,7 @@ from twinfer.ops.cases.generators import generator
 from twinfer.ops.cases.moe import mixture
 from twinfer.ops.cases.sampling import _penalised_arguments, _penalty_arguments, _sample_arguments
 from twinfer.ops.namespaces.torch_ import from_numpy
+from twinfer.shared.models.spec import Narrow
 
 triton = pytest.importorskip("triton")
 
@@ -515,9 +516,10 @@ def test_narrow_experts_compile(compiled, tokens, kind, group, act):
     experts, top_k, dim, inter = 16, 2, 384, 256
     clamped = act == "clamped"
     dtype = torch.float8_e4m3fn if kind == "fp8" else torch.uint8
+    scales = getattr(torch, Narrow(kind, group).scale_dtype)
 
     def weight(n, k):
-        scale = torch.zeros(experts, n, k // (group or k))
+        scale = torch.zeros(experts, n, k // (group or k), dtype=scales)
         bias = torch.zeros(experts, n, dtype=torch.bfloat16) if clamped else None
         values = torch.zeros(experts, n, k if kind == "fp8" else k // 2, dtype=dtype)
         return values, scale, None, bias

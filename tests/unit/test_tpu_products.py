@@ -14,6 +14,7 @@ from twinfer.ops.bindings.jax import bind
 from twinfer.ops.cases import load_all
 from twinfer.ops.namespaces.jax_ import InStack
 from twinfer.ops.testing import TESTING, Judge, ci_cases
+from twinfer.shared.models import spec
 from twinfer.tests.interpreted import interpret, run
 from twinfer.tpu.kernels import experts, grouped, narrow
 from twinfer.tpu.kernels.tiles import columns_at_once
@@ -230,7 +231,9 @@ def test_wrong_kernels_of_narrow_weights_are_rejected(fault, monkeypatch):
 
 
 def narrow_choices(kind, group, k, n, *, zeros=False, dtype="float32"):
-    """As `choices`, by narrow weights with biases; scales of experts without rows are NaN."""
+    """As `choices`, by narrow weights with biases; scales of experts without rows are NaN. Those of
+    mxfp4 are powers of two in bfloat16.
+    """
     rng = np.random.default_rng(11)
     given, count, groups = choices(dtype, k, 1), len(SIZES), k // group
     if kind in narrow.PACKED:
@@ -240,6 +243,8 @@ def narrow_choices(kind, group, k, n, *, zeros=False, dtype="float32"):
     else:
         weight = np.asarray(jnp.asarray(rng.normal(size=(count, n, k)), jnp.float8_e4m3fn))
     scale = (2.0 ** rng.uniform(-6, -3, (count, n, groups))).astype(np.float32)
+    if spec.Narrow(kind, group).scale_dtype == "bfloat16":
+        scale = (2.0 ** rng.integers(-6, -3, scale.shape)).astype(jnp.bfloat16)
     scale[[size == 0 for size in SIZES]] = np.nan
     zero = rng.integers(0, 16, scale.shape).astype(np.uint8) if zeros else None
     bias = np.asarray(jnp.asarray(rng.normal(size=(count, n)), dtype))

@@ -138,6 +138,7 @@ def programs(shape, array):
     from twinfer.ops.namespaces import namespace
     from twinfer.ops.namespaces.jax_ import InStack
     from twinfer.ops.reference.quantization import quantize_fp8_dynamic
+    from twinfer.shared.models import spec
     from twinfer.tpu.kernels import experts, grouped, narrow
 
     def layers(x, stacks):
@@ -180,13 +181,15 @@ def programs(shape, array):
         lies = Format(Layout(major_to_minor=(0, 1, 2)), weight.sharding)
         weight = jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=lies)
 
+        scales = spec.Narrow(shape.kind, shape.group).scale_dtype
+
         def of_groups(dtype):
             turned = Format(Layout(major_to_minor=(0, 2, 1)), weight.sharding)
             dims = 2, rows, groups
             return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=turned)
 
         pieces = [
-            None if shape.kind == "plain" else of_groups("float32"),
+            None if shape.kind == "plain" else of_groups(scales),
             of_groups("uint8") if shape.zeros else None,
             array(shape.dtype, 2, rows) if shape.biases else None,
         ]

@@ -93,7 +93,9 @@ def multiply(
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * n * k,
-            bytes_accessed=min(experts, rows) * n * (lanes + (4 + (zero is not None)) * groups)
+            bytes_accessed=min(experts, rows)
+            * n
+            * (lanes + (scale.dtype.itemsize + (zero is not None)) * groups)
             + rows * (n + k) * x.dtype.itemsize,
             transcendentals=0,
         ),
@@ -148,7 +150,9 @@ def _of_groups(
 
 def _own(values: Any, begins: Any, columns: int) -> jax.Array:
     """Scales or zeros of an expert, whose first row is number `begins` of all, in float32."""
-    found = values[...] if values.dtype == jnp.float32 else values[...].astype(jnp.int32)
+    found = values[...]
+    if values.dtype != jnp.float32:
+        found = found.astype(jnp.int32 if values.dtype == jnp.uint8 else jnp.float32)
     if found.shape[1] > columns:
         late = found[:, HALF : HALF + columns]
         found = jnp.where(begins % LANES == 0, found[:, :columns], late)
