@@ -36,6 +36,16 @@ def children(pid: int) -> list[int]:
     return sorted(found)
 
 
+def every(word: str) -> list[int]:
+    """The processes with a word in their command."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if word.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
 def is_running(pid: int) -> bool:
     """Whether a process exists and is no zombie."""
     try:

@@ -29,6 +29,28 @@ def _raw_rows(weight, row, real, start, K: tl.constexpr, KIND: tl.constexpr, BLO
 
 
 @triton.jit
+def _group_scales(scale, row, real, start, GROUPS: tl.constexpr, COUNT: tl.constexpr):
+    """The scales [n COUNT] of rows from group `start` on.
+
+    Those of 16 bits are read as words of two: the compiler asks for words ahead of use.
+    """
+    paired: tl.constexpr = (
+        (scale.dtype.element_ty == tl.bfloat16) & (GROUPS % 2 == 0) & (COUNT % 2 == 0)
+    )
+    each: tl.constexpr = 2 if paired else 1
+    place = scale.to(tl.pointer_type(tl.int32), bitcast=True) if paired else scale
+    g = start // each + tl.arange(0, COUNT // each)
+    inside = real[:, None] & (g < GROUPS // each)[None, :]
+    found = tl.load(place + row[:, None] * (GROUPS // each) + g[None, :], mask=inside, other=0)
+    if paired:
+        first = (found << 16).to(tl.float32, bitcast=True)
+        second = (found & -65536).to(tl.float32, bitcast=True)
+        return tl.reshape(tl.join(first, second), [row.shape[0], COUNT])
+    else:
+        return found
+
+
+@triton.jit
 def _wide(
     raw, scale, zero, row, real, start, K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -52,14 +74,14 @@ def _wide(
             base = tl.load(zero + of, mask=real, other=0).to(tl.int32)[:, None]
         return _entries(raw, base, KIND, tl.float32) * share[:, None]
     else:
-        # Where blocks begin is a multiple of one, which the compiler sees of this form alone: it
-        # asks for scales of 16 bits ahead of use where two of them are a word.
-        g = start // BLOCK_K * (BLOCK_K // GROUP) + tl.arange(0, BLOCK_K // GROUP)
-        of_each = row[:, None] * groups + g[None, :]
-        inside = real[:, None] & (g < groups)[None, :]
-        each = _spread(tl.load(scale + of_each, mask=inside, other=0.0), GROUP)
+        each = _spread(
+            _group_scales(scale, row, real, start // GROUP, groups, BLOCK_K // GROUP), GROUP
+        )
         if HAS_ZERO:
-            zeros = tl.load(zero + of_each, mask=inside, other=0).to(tl.int32)
+            g = start // GROUP + tl.arange(0, BLOCK_K // GROUP)
+            inside = real[:, None] & (g < groups)[None, :]
+            zeros = tl.load(zero + row[:, None] * groups + g[None, :], mask=inside, other=0)
+            zeros = zeros.to(tl.int32)
             return _entries(raw, _spread(zeros, GROUP // packed), KIND, tl.float32) * each
         else:
             return _entries(raw, base, KIND, tl.float32) * each

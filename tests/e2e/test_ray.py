@@ -17,7 +17,7 @@ from twinfer.shared.errors import ConfigError, RankLost
 from twinfer.shared.executor.driver import Ranks
 from twinfer.shared.models.locate import model_folder
 
-from ..processes import children
+from ..processes import children, every
 from ..unit.test_executor import COMMAND, make_calls, worker_of
 from .server_process import gone, served
 from .test_rank_faults import FAULT, FLAGS, LATEST, STARTS, STREAMS, started, wait_for
@@ -289,20 +289,6 @@ def ranks_in(cluster):
     actors = [pid for raylet in raylets_of(cluster) for pid in children(raylet)]
     started = {pid for actor in actors for pid in children(actor)}
     return [pid for pid in every("twinfer.shared.executor.rank") if pid in started]
-
-
-def every(word):
-    """The processes with a word in their command."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/cmdline", "rb") as file:
-                words = file.read().split(b"\0")
-        except OSError:
-            continue
-        if word.encode() in words:
-            found.append(int(name))
-    return found
 
 
 def test_one_shard_has_nothing_to_place():

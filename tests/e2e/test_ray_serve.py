@@ -16,8 +16,8 @@ import pytest
 from twinfer import LLM, SamplingParams
 
 from ..ports import free_ports
+from ..processes import every
 from .server_process import gone
-from .test_ray import every
 
 ray = pytest.importorskip("ray")
 serve = pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
