@@ -4,13 +4,15 @@ In triton 3.5 to 3.7 it cuts instead of rounding when it narrows a float, takes 
 bfloat16 for numbers in `tl.dot` and in differences, and lets numpy warn where IEEE arithmetic gives
 an infinity or NaN. The kernels' tests on a CPU rest on this.
 
-Two things that it does again and again with the same result took half of the tests' time: to put
-its functions in the place of the language's, and to look up numpy's dtypes. They are done once.
+What it does again and again with the same result took most of the tests' time: to put its functions
+in the place of the language's, to look up numpy's dtypes, and to check shapes. It is done once. And
+it computes whether sums overflow, which it then tells nobody.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +40,11 @@ def repair() -> None:
     interpreter.GridExecutor.__call__ = _silent(interpreter.GridExecutor.__call__)
     interpreter._patch_lang = _patching_once(interpreter._patch_lang)
     interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
+    tl.block_type.__init__ = _checking_once(tl.block_type.__init__)
+    tl.tensor.__init__ = _wrapping_once(tl.tensor.__init__)
+    options = interpreter.interpreter_builder.options
+    if not options.debug:  # else an overflow ends the kernel
+        interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
 
 
 def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,3 +134,42 @@ def _by_name(original: Callable[..., Any]) -> Callable[..., Any]:
         return found[scalar.name]
 
     return dtype_of
+
+
+def _checking_once(original: Callable[..., None]) -> Callable[..., None]:
+    """A block's type is made for each operation. Few shapes are, and each is checked and written
+    once.
+    """
+    known: dict[tuple[int, ...], tuple[Any, int, str]] = {}
+
+    def init(self: Any, element_ty: Any, shape: Any) -> None:
+        numbers = _numbers(shape)
+        if numbers not in known:
+            original(self, element_ty, shape)
+            known[numbers] = self.shape, self.numel, str(self.shape)
+        self.element_ty = element_ty
+        self.shape, self.numel, written = known[numbers]
+        self.name = f"<{written}, {element_ty}>"
+
+    return init
+
+
+def _wrapping_once(original: Callable[..., None]) -> Callable[..., None]:
+    """What a tensor says of its shape is made of several objects, which nobody changes."""
+    known: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def init(self: Any, handle: Any, type_: Any) -> None:
+        numbers = _numbers(type_.shape) if type_.is_block() else ()
+        if numbers not in known:
+            original(self, handle, type_)
+            known[numbers] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type_, type_.scalar
+        self.shape, self.numel = known[numbers]
+
+    return init
+
+
+def _numbers(shape: Any) -> tuple[int, ...]:
+    """A shape as a tuple of Python's, of numbers: comparing those of the language takes long."""
+    sizes = shape.values if isinstance(shape, tl.tuple) else shape
+    return tuple([x.value if isinstance(x, tl.constexpr) else x for x in sizes])
