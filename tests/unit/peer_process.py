@@ -7,6 +7,7 @@ processes share stands for that of GPUs.
 import random
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -27,24 +28,31 @@ HAS_INFINITY, HAS_ZEROS = 5, 6
 """Exchanges of scales with a row of infinities and of what is no number, and with one of zeros."""
 
 
-def shared(folder, name, world, size):
-    """Addresses of `size` bytes of each rank, and what keeps them mapped."""
-    maps = [
-        np.memmap(folder / f"{name}{rank}", np.uint8, "r+", shape=size) for rank in range(world)
-    ]
-    addresses = torch.tensor([each.ctypes.data for each in maps], dtype=torch.int64)
-    return addresses, maps
+def files(folder, world):
+    """memory(name, size): so many bytes of each rank, which all processes see."""
+
+    def memory(name, size):
+        return [
+            np.memmap(folder / f"{name}{rank}", np.uint8, "r+", shape=size) for rank in range(world)
+        ]
+
+    return memory
 
 
-def peers_of(rank, world, folder, dtype):
+def peers_of(rank, world, dtype, memory):
+    def addresses(name, size):
+        held.append(memory(name, size))
+        return torch.tensor([each.ctypes.data for each in held[-1]], dtype=torch.int64)
+
+    held = []
     zeros = [torch.zeros(ROWS, dtype=torch.int32) for _ in range(3)]
     late = torch.zeros(1, dtype=torch.int32)
-    sums, *held = shared(folder, "sums", world, 2 * (world - 1) * ROWS * WIDTH * dtype.itemsize)
-    best, *more = shared(folder, "best", world, 2 * world * 2 * ROWS * 8)
-    scales, *rest = shared(folder, "scales", world, 2 * world * ROWS * 8)
+    sums = addresses("sums", 2 * (world - 1) * ROWS * WIDTH * dtype.itemsize)
+    best = addresses("best", 2 * world * 2 * ROWS * 8)
+    scales = addresses("scales", 2 * world * ROWS * 8)
     places = zip((sums, best, scales), zeros, strict=True)
     boxes = [reduce.Boxes(ROWS, addresses, counts, late) for addresses, counts in places]
-    return reduce.Peers(rank, world, WIDTH, dtype, (held, more, rest), *boxes)
+    return reduce.Peers(rank, world, WIDTH, dtype, tuple(held), *boxes)
 
 
 def part_of(rank, number, rows, dtype):
@@ -126,6 +134,70 @@ def lose_all(peers):
     assert reduce._scales(peers, x, 127.0).isnan().all()
 
 
+def sum_of(rows):
+    """(the memory that it goes through, what a rank does for its sum number `number`)."""
+
+    def ask(peers, number):
+        x = part_of(peers.rank, number, rows, peers.dtype)
+        reduce._launch(peers, x, None, None, 0.0)
+        return x
+
+    return "sums", ask
+
+
+def choice(peers, number):
+    numbers = torch.Generator().manual_seed(2 * number + peers.rank)
+    logits = torch.randn(ROWS, 5, generator=numbers)
+    return reduce._best(peers, logits.argmax(1).to(torch.int32), logits)
+
+
+def scale(peers, number):
+    return reduce._scales(peers, part_of(peers.rank, number, ROWS, peers.dtype), 127.0)
+
+
+# A program has one row of few, and several of many.
+TURNS = (sum_of(1), ("best", choice), sum_of(ROWS), ("scales", scale))
+
+
+def answers(name, ask, dtype, order):
+    """Of two ranks with memory in this process alone, of which the second never waits: what the
+    first is answered, and into which half of its memory the second sends each time. `order` says
+    who asks.
+    """
+
+    @cache
+    def memory(name, size):
+        value = reduce.EMPTY if name == "sums" else 0
+        return [np.full(size, value, np.uint8) for _ in range(2)]
+
+    ranks = [peers_of(rank, 2, dtype, memory) for rank in range(2)]
+    own = ranks[0].held[("sums", "best", "scales").index(name)][0].reshape(2, -1)
+    asked, found, halves = [0, 0], [], []
+    for rank in order:
+        before = own.copy()
+        answer = ask(ranks[rank], asked[rank])
+        asked[rank] += 1
+        if rank == 0:
+            found.append(answer)
+        else:
+            halves.append((own != before).any(1).tolist())
+    assert ranks[0].sums.late.tolist() == [0], f"{name}: something did not come"
+    return found, halves
+
+
+def take_turns(rank, world, dtype):
+    """A rank sends twice before the other one has read: neither is lost, as they lie in one of two
+    places by turns. The ranks share the questions.
+    """
+    exchange_kernels.SPINS.value = 0
+    for name, ask in TURNS[rank::world]:
+        want, _ = answers(name, ask, dtype, (1, 0, 1, 0, 1, 0))
+        found, (first, second, third) = answers(name, ask, dtype, (1, 1, 0, 0, 1, 0))
+        assert sorted([first, second]) == [[False, True], [True, False]], (name, first, second)
+        assert third == first, (name, first, third)
+        assert all(same(a, b) for a, b in zip(found, want, strict=True)), (name, found, want)
+
+
 def read_late(rank):
     """Let this rank send at once and read late, at random: the others begin the next exchange
     meanwhile.
@@ -142,7 +214,10 @@ def read_late(rank):
 
 def main():
     rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    peers = peers_of(rank, world, folder, getattr(torch, sys.argv[4]))
+    dtype = getattr(torch, sys.argv[4])
+    # First: without turns the ranks may wait for each other forever.
+    take_turns(rank, world, dtype)
+    peers = peers_of(rank, world, dtype, files(folder, world))
     # The peers come in the end, however late: the test ends all where one of them fails.
     exchange_kernels.SPINS.value = 1 << 30
     read_late(rank)
