@@ -148,7 +148,7 @@ def _fp8_operand(words, ROWS: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def loaded(place, mask, CACHE: gl.constexpr):
+def masked_load(place, mask, CACHE: gl.constexpr):
     """What is at `place`, 0 where the mask does not hold; None holds everywhere."""
     if mask is None:
         return gl.load(place, cache_modifier=CACHE)
@@ -160,9 +160,9 @@ def loaded(place, mask, CACHE: gl.constexpr):
 def tokens_operand(place, mask, KIND: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr):
     """A step of x as the right operand [warp STEP M]."""
     if KIND == "fp8":
-        y = _fp8_operand(loaded(place, mask, ""), M, WARPS)
+        y = _fp8_operand(masked_load(place, mask, ""), M, WARPS)
     else:
-        y = loaded(place, mask, "").reshape([WARPS, M, 4, 4, 2, 2, 2])
+        y = masked_load(place, mask, "").reshape([WARPS, M, 4, 4, 2, 2, 2])
         y = y.permute([0, 1, 3, 5, 6, 2, 4]).reshape([WARPS, M, STEP])
     return y.permute([0, 2, 1])
 

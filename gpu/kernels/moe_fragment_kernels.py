@@ -14,7 +14,7 @@ from .fragment_kernel import (
     FP4_UNITS,
     STEP,
     fp4_operand,
-    loaded,
+    masked_load,
     step_layout,
     tokens_operand,
 )
@@ -83,8 +83,9 @@ def _sums(
         if s < steps:
             inside = real if s < whole else _both(real, g + s * (PARTS * 4) < K // GROUP)
             here = words + s * (PARTS * WORDS)
-            asked += (loaded(here, inside, ".cg"),)  # type: ignore[assignment]
-            shares += (loaded(scales + s * (PARTS * 4), inside, ""),)  # type: ignore[assignment]
+            asked += (masked_load(here, inside, ".cg"),)  # type: ignore[assignment]
+            share = masked_load(scales + s * (PARTS * 4), inside, "")
+            shares += (share,)  # type: ignore[assignment]
         if s >= AHEAD:
             a = fp4_operand(asked[s - AHEAD], shares[s - AHEAD], BLOCK_N, WARPS)
             a = gl.convert_layout(a, left, assert_trivial=True)

@@ -135,11 +135,10 @@ def _fragments_take(x: torch.Tensor, weight: _Weight, act: _Between, rows: int =
     """Whether `expert_kernel`, which knows no gelu, takes a product whose experts have so many rows
     on average. It takes scales of powers of two, as those of mxfp4 are, which bfloat16 has.
     """
-    scale = weight.scale
-    if scale is None or scale.dtype != torch.bfloat16 or dtype_name(x) != "bfloat16":
-        return False
-    mxfp4 = weight.kind == "fp4" and weight.group == 32
-    return mxfp4 and not act.gelu and hopper() and rows <= config("moe_fragments")["rows"]
+    powers = weight.scale is not None and weight.scale.dtype == torch.bfloat16
+    mxfp4 = powers and weight.kind == "fp4" and weight.group == 32
+    taken = mxfp4 and dtype_name(x) == "bfloat16" and not act.gelu
+    return taken and hopper() and rows <= config("moe_fragments")["rows"]
 
 
 def _fragments(

@@ -29,8 +29,8 @@ def _raw_rows(weight, row, real, start, K: tl.constexpr, KIND: tl.constexpr, BLO
 
 
 @triton.jit
-def _group_scales(scale, row, real, start, GROUPS: tl.constexpr, COUNT: tl.constexpr):
-    """The scales [n COUNT] of rows from group `start` on.
+def _group_scales(scale, row, real, group, GROUPS: tl.constexpr, COUNT: tl.constexpr):
+    """The scales [n COUNT] of rows from number `group` on.
 
     Those of 16 bits are read as words of two: the compiler asks for words ahead of use.
     """
@@ -39,7 +39,7 @@ def _group_scales(scale, row, real, start, GROUPS: tl.constexpr, COUNT: tl.const
     )
     each: tl.constexpr = 2 if paired else 1
     place = scale.to(tl.pointer_type(tl.int32), bitcast=True) if paired else scale
-    g = start // each + tl.arange(0, COUNT // each)
+    g = group // each + tl.arange(0, COUNT // each)
     inside = real[:, None] & (g < GROUPS // each)[None, :]
     found = tl.load(place + row[:, None] * (GROUPS // each) + g[None, :], mask=inside, other=0)
     if paired:

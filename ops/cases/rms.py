@@ -461,6 +461,7 @@ def _dealt_cases(dtype: str, means: bool) -> Iterator[Case]:
 
 
 def _dealt(case: Case, means: bool, rng: np.random.Generator | None = None) -> Arguments:
+    """What a shard is given of a case: the means of all shards, or how many entries they have."""
     given, names = case.arguments, ("qkv", "q_weight", "k_weight")
     if means:
         rng = rng or generator("bench wide norms of a shard")

@@ -150,9 +150,7 @@ def _of_groups(
 
 def _own(values: Any, begins: Any, columns: int) -> jax.Array:
     """Scales or zeros of an expert, whose first row is number `begins` of all, in float32."""
-    found = values[...]
-    if values.dtype != jnp.float32:
-        found = found.astype(jnp.int32 if values.dtype == jnp.uint8 else jnp.float32)
+    found = values[...].astype(jnp.int32 if values.dtype == jnp.uint8 else jnp.float32)
     if found.shape[1] > columns:
         late = found[:, HALF : HALF + columns]
         found = jnp.where(begins % LANES == 0, found[:, :columns], late)
