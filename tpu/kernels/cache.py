@@ -251,8 +251,9 @@ class Pages:
         """Zero what is outside tokens low..high of a block: it may hold NaN, and 0 * NaN is NaN."""
         cache, words = self.cache, self.cache.block_pages * self.cache.page_words
         rows = cache.rows
-        # 32 registers at a time: what a pass of the loop costs by itself is ten times one of them.
-        tile = math.gcd(words, 256)
+        # A pass of the loop costs by itself what ten registers do, and each of its registers has a
+        # place in the kernel's text: 32 at a time, of small blocks a sixteenth.
+        tile = math.gcd(words, 8 * min(max(words // 128, 1), 32))
 
         def clean(k: Any, carry: None) -> None:
             place = pl.ds(pl.multiple_of(k * tile, tile), tile)
