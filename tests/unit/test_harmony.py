@@ -1,12 +1,9 @@
 """The harmony format of gpt-oss: messages with headers, as events, as answers, and as history."""
 
-import asyncio
 import itertools
 import json
 import time
-from types import SimpleNamespace
 
-import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,18 +17,12 @@ from twinfer.serving.formats.history import turns_of_one_call
 from twinfer.serving.formats.messages import MAX_HEADER
 from twinfer.serving.formats.parser import open_parser, parse
 from twinfer.serving.formats.table import FORMATS
-from twinfer.serving.server.app import Settings, build_app
-from twinfer.serving.server.engine import EngineProcess, Limits
-from twinfer.serving.server.messages import Add
-from twinfer.serving.server.metrics import Metrics
 from twinfer.serving.server.run import _ends, _format
 from twinfer.shared.detokenizer import Detokenizer
-from twinfer.shared.engine import Logprob, Update
 from twinfer.shared.errors import ConfigError
-from twinfer.shared.request import FinishReason
-from twinfer.shared.sampling_params import SamplingParams
 
 from ..harmony_template import TEMPLATE
+from .scripted_server import ScriptedServer
 from .written_texts import byte_tokenizer, joined
 
 HARMONY = FORMATS["harmony"]
@@ -350,69 +341,12 @@ TOOLS = [
 ]
 
 
-class Scripted:
-    """A server whose engine writes `texts`, one for each completion of a call, in steps of `step`
-    tokens. `asked` are the settings that reached it, `prompts` what it was to go on with.
-    """
-
-    def __init__(self, *texts, step=1, ends=(), length=False, form=HARMONY, tokenizer=TOKENIZER):
-        self.asked, self.prompts = [], []
-        engine = EngineProcess({}, tokenizer, limits=Limits(9, 99_999))
-        sizes = {"max_num_seqs": 4, "num_pages": 999, "max_model_len": 9999, "page_size": 16}
-        sizes |= {"vocab_size": tokenizer.vocab_size, "longest_request": 9999}
-        engine.ready = SimpleNamespace(model=sizes, options={})
-        texts = itertools.cycle(texts)
-
-        def steps(message, text):
-            ids = text if isinstance(text, list) else tokenizer.encode(text, False)
-            scored = message.params.logprobs is not None
-            live, index = engine._live[message.id]
-
-            async def write():
-                end = FinishReason.LENGTH if length else FinishReason.STOP
-                for place in range(0, len(ids), step):
-                    part = ids[place : place + step]
-                    ends = CALL, RETURN, *message.params.stop_token_ids
-                    last = place + step >= len(ids) and part[-1] in ends
-                    scores = [{token: Logprob(-1.0, 1)} for token in part] if scored else None
-                    if live.take(index, Update("x", tuple(part), end if last else None, scores)):
-                        return
-                    await asyncio.sleep(0)
-                if not live.completions[index].done:
-                    live.take(index, Update("x", (), end))
-
-            return write()
-
-        def answer(message):
-            if isinstance(message, Add):
-                self.asked.append(message.params)
-                self.prompts.append(
-                    tokenizer.decode(list(memoryview(message.prompt).cast("i")), False)
-                )
-                self._tasks.append(asyncio.ensure_future(steps(message, next(texts))))
-
-        engine._send = answer
-        self._tasks = []
-        settings = Settings(["m"], tokenizer, SamplingParams(), form, TEMPLATE)
-        settings.end_token_ids = tuple(ends)
-        self._app = build_app(settings, engine, Metrics())
-
-    def post(self, path="/v1/chat/completions", **body):
-        """The answer, or the events of its stream."""
-        if "responses" not in path:
-            body = {"messages": [{"role": "user", "content": "x"}]} | body
-
-        async def call():
-            transport = httpx.ASGITransport(app=self._app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-                return await client.post(path, json=body)
-
-        answer = asyncio.run(call())
-        assert answer.status_code == 200, answer.text
-        if not body.get("stream"):
-            return answer.json()
-        lines = [line for line in answer.text.split("\n") if line.startswith("data: {")]
-        return [json.loads(line[6:]) for line in lines]
+def scripted(*texts, form=HARMONY, tokenizer=TOKENIZER, **options):
+    """A server of gpt-oss."""
+    ends = CALL, RETURN
+    return ScriptedServer(
+        *texts, form=form, tokenizer=tokenizer, template=TEMPLATE, last=ends, **options
+    )
 
 
 def put_together(pieces, index=0):
@@ -444,7 +378,7 @@ AGENT = f"{THINK}I need f.{NEXT}{SAY}I look.{NEXT}{to('f', RAW)}<|call|>"
 
 @pytest.mark.parametrize("step", [1, 5, 9999])
 def test_an_answer_whole_and_in_pieces(step):
-    server = Scripted(AGENT, step=step)
+    server = scripted(AGENT, step=step)
     whole = server.post(tools=TOOLS)
     choice = ChatCompletion.model_validate(whole).choices[0]
     assert (choice.message.content, choice.message.reasoning) == ("I look.", "I need f.")
@@ -459,7 +393,7 @@ def test_an_answer_whole_and_in_pieces(step):
 
 
 def test_each_token_has_its_log_probability():
-    server = Scripted(AGENT, step=3)
+    server = scripted(AGENT, step=3)
     spelled = [TOKENIZER.piece(i).decode("utf-8", "replace") for i in encode(AGENT)]
     whole = server.post(tools=TOOLS, logprobs=True)
     scores = whole["choices"][0]["logprobs"]["content"]
@@ -469,7 +403,7 @@ def test_each_token_has_its_log_probability():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_completions_are_read_apart(stream):
-    told = Scripted(f"{THINK}a{NEXT}{FINAL}b", AGENT).post(n=2, tools=TOOLS, stream=stream)
+    told = scripted(f"{THINK}a{NEXT}{FINAL}b", AGENT).post(n=2, tools=TOOLS, stream=stream)
     if stream:
         found = [put_together(told, index)[:2] for index in (0, 1)]
     else:
@@ -479,7 +413,7 @@ def test_several_completions_are_read_apart(stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_that_nobody_wants_is_left_out(stream):
-    told = Scripted(AGENT).post(tools=TOOLS, stream=stream, include_reasoning=False)
+    told = scripted(AGENT).post(tools=TOOLS, stream=stream, include_reasoning=False)
     assert "need" not in json.dumps(told)
     assert "I look." in (put_together(told)[0] if stream else json.dumps(told))
 
@@ -487,7 +421,7 @@ def test_reasoning_that_nobody_wants_is_left_out(stream):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("step", [1, 9999])
 def test_a_stop_string_ends_reasoning_and_no_header_has_one(stream, step):
-    server = Scripted(f"{THINK}One. Two.{NEXT}{FINAL}b", step=step)
+    server = scripted(f"{THINK}One. Two.{NEXT}{FINAL}b", step=step)
     told = server.post(stop=[" Two"], stream=stream)
     if stream:
         assert put_together(told)[:4] == ("", "One.", [], "stop")
@@ -504,7 +438,7 @@ def test_a_stop_string_ends_reasoning_and_no_header_has_one(stream, step):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_whose_reasoning_takes_all_tokens(stream):
-    told = Scripted(f"{THINK}One. Tw", length=True).post(stream=stream)
+    told = scripted(f"{THINK}One. Tw", length=True).post(stream=stream)
     if stream:
         assert put_together(told)[:4] == ("", "One. Tw", [], "length")
         return
@@ -519,7 +453,7 @@ def test_an_answer_whose_reasoning_takes_all_tokens(stream):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_has_items(stream, step):
     tools = [{"type": "function", "name": "f", "parameters": {}}]
-    server = Scripted(AGENT, step=step)
+    server = scripted(AGENT, step=step)
     told = server.post("/v1/responses", input="x", tools=tools, top_logprobs=1, stream=stream)
     told = told[-1]["response"] if stream else told
     Response.model_validate(told)
@@ -533,7 +467,7 @@ def test_a_response_has_items(stream, step):
 
 
 def test_what_ends_an_answer_ends_generation_unless_nothing_may():
-    server = Scripted(AGENT, ends=[CALL])
+    server = scripted(AGENT, ends=[CALL])
     server.post()
     server.post(stop_token_ids=[3], ignore_eos=False)
     server.post(ignore_eos=True)
@@ -543,15 +477,15 @@ def test_what_ends_an_answer_ends_generation_unless_nothing_may():
 def test_special_tokens_that_a_client_asks_for_are_text():
     """But marks are none, wherever they come from."""
     ids = encode(f"{THINK}a{NEXT}{FINAL}b<|endoftext|>c")
-    (choice,) = Scripted(ids).post(skip_special_tokens=False)["choices"]
+    (choice,) = scripted(ids).post(skip_special_tokens=False)["choices"]
     assert (choice["message"]["content"], choice["message"]["reasoning"]) == (
         "b<|endoftext|>c",
         "a",
     )
-    (choice,) = Scripted(ids).post()["choices"]
+    (choice,) = scripted(ids).post()["choices"]
     assert choice["message"]["content"] == "bc"
     # And stop strings are found in them, and in no mark.
-    server = Scripted(ids)
+    server = scripted(ids)
     stop = ["<|endof", "<|end|>", "<|channel|>"]
     (choice,) = server.post(skip_special_tokens=False, stop=stop)["choices"]
     assert (choice["message"]["content"], choice["message"]["reasoning"]) == ("b", "a")
@@ -561,7 +495,7 @@ def test_special_tokens_that_a_client_asks_for_are_text():
 @pytest.mark.parametrize("step", [1, 5, 9999])
 @pytest.mark.parametrize("skip", [False, True])
 def test_each_message_has_the_log_probabilities_of_its_text(step, skip):
-    server = Scripted(f"{SAY}a{NEXT}{THINK}b{NEXT}{FINAL}cd<|return|>", step=step)
+    server = scripted(f"{SAY}a{NEXT}{THINK}b{NEXT}{FINAL}cd<|return|>", step=step)
     told = server.post("/v1/responses", input="x", top_logprobs=1, skip_special_tokens=skip)
     first, _, last = told["output"]
     assert (first["content"][0]["text"], last["content"][0]["text"]) == ("a", "\ncd")
@@ -579,7 +513,7 @@ def test_special_tokens_that_are_no_marks_are_left_out_in_other_formats_too(stre
     form = FORMATS["mistral"]
     tokenizer = byte_tokenizer(["<pad>", *form.marks])
     text = '[THINK]a<pad>b[/THINK]c<pad>d[TOOL_CALLS]f[ARGS]{"a": 1}<pad>'
-    server = Scripted(text, step=step, form=form, tokenizer=tokenizer)
+    server = scripted(text, step=step, form=form, tokenizer=tokenizer)
     told = server.post(tools=TOOLS[:1], stream=stream, stop=["bc", "1}"])
     if stream:
         content, reasoning, calls, *_ = put_together(told)
@@ -595,7 +529,7 @@ def test_stop_strings_and_ids_of_marks_end_answers_of_other_formats(stream):
     """A client sees marks where they mark nothing, and may ask for what stands before a call."""
     form = FORMATS["mistral"]
     tokenizer = byte_tokenizer(form.marks)
-    server = Scripted("[THINK]a[/THINK]c[TOOL_CALLS]f", form=form, tokenizer=tokenizer)
+    server = scripted("[THINK]a[/THINK]c[TOOL_CALLS]f", form=form, tokenizer=tokenizer)
 
     def ask(**more):
         told = server.post(tools=TOOLS[:1], stream=stream, **more)
@@ -610,7 +544,7 @@ def test_stop_strings_and_ids_of_marks_end_answers_of_other_formats(stream):
     assert ask(stop=["[/THINK]"]) == ("", "a")
     # The token that ends an answer is no part of its text.
     mark = tokenizer.token_id("[TOOL_CALLS]")
-    server = Scripted("[THINK]a[/THINK]c[TOOL_CALLS]", form=form, tokenizer=tokenizer)
+    server = scripted("[THINK]a[/THINK]c[TOOL_CALLS]", form=form, tokenizer=tokenizer)
     assert ask(stop_token_ids=[mark]) == ("c", "a")
     assert ask(stop_token_ids=[mark], include_stop_str_in_output=True) == ("c[TOOL_CALLS]", "a")
 
@@ -618,7 +552,7 @@ def test_stop_strings_and_ids_of_marks_end_answers_of_other_formats(stream):
 def test_a_turn_that_comes_back_is_what_the_template_reads():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     other = {"id": "2", "type": "function", "function": {"name": "g", "arguments": ""}}
-    server = Scripted(FINAL)
+    server = scripted(FINAL)
     for thought in ("reasoning", "reasoning_content"):
         turn = {"role": "assistant", "content": "I look.", "tool_calls": [call, other]}
         server.post(
@@ -649,7 +583,7 @@ def test_a_turn_that_comes_back_is_what_the_template_reads():
 
 def test_items_that_come_back_are_the_same_turns():
     tools = [{"type": "function", "name": "f", "parameters": {}}]
-    server = Scripted(AGENT, FINAL)
+    server = scripted(AGENT, FINAL)
     told = server.post("/v1/responses", input="x", tools=tools)
     result = {
         "type": "function_call_output",
@@ -673,7 +607,7 @@ def test_items_that_come_back_are_the_same_turns():
 
 
 def test_a_turn_that_was_cut_off_within_its_reasoning_comes_back():
-    server = Scripted(FINAL)
+    server = scripted(FINAL)
     cut = {"role": "assistant", "content": None, "reasoning": "I need"}
     server.post(messages=[{"role": "user", "content": "x"}, cut, {"role": "user", "content": "y"}])
     assert f"<|start|>assistant{FINAL}<|end|><|start|>user<|message|>y" in server.prompts[0]
@@ -691,7 +625,7 @@ def test_results_that_name_no_call_stay():
 
 
 def test_a_message_that_is_continued_goes_on_as_content():
-    server = Scripted("ne.<|return|>")
+    server = scripted("ne.<|return|>")
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It is do"}]
     told = server.post(messages=messages, continue_final_message=True, echo=True)
     assert server.prompts[0].endswith("<|channel|>final<|message|>It is do")
