@@ -145,7 +145,7 @@ class Soak:
         self.calls["leave"] += 1
 
     async def chat(self):
-        """A chat, or a response."""
+        """A chat, a response, or a message."""
         draw = self._random
         messages = [{"role": "user", "content": draw.choice(PIECES) * draw.randint(1, 10)}]
         body = {"messages": messages, "max_tokens": draw.randint(1, 40)}
@@ -155,6 +155,9 @@ class Soak:
         if draw.random() < 0.3:
             path = "/v1/responses"
             body = {"input": messages, "max_output_tokens": draw.randint(16, 40)}
+        elif draw.random() < 0.3:
+            path = "/v1/messages"
+            body = {"messages": messages, "max_tokens": draw.randint(1, 40)}
         async with self._session.post(path, json=body) as answer:
             self.note("chat", answer.status, (200,), body, await answer.text())
 

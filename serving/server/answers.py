@@ -41,6 +41,17 @@ SILENCE = b": the request is waiting\n\n"
 """A comment line: clients pass over it, and proxies see that the stream lives."""
 
 
+MESSAGE_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+"""Those of Anthropic's API."""
+MESSAGE_ERRORS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+"""Its names of errors by status, where they are not the usual ones."""
+
+
 def event(value: Any) -> bytes:
     """One server-sent event."""
     return b"data: " + encode(value) + b"\n\n"
@@ -68,6 +79,25 @@ def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
     if isinstance(error, TwinferError) and not isinstance(error, InternalError):
         return 503, error_body(str(error), "server_error", code="engine_unavailable")
     return 500, error_body("an error inside of the server; its log says more", "server_error")
+
+
+def message_of(error: Exception) -> str:
+    """What an error says to whoever has caused it, or waits."""
+    return str(error_of(error)[1]["error"]["message"])
+
+
+def message_error(status: int, message: str) -> dict[str, Any]:
+    """An error as Anthropic's clients read it."""
+    usual = "invalid_request_error" if status < 500 else "api_error"
+    kind = MESSAGE_ERRORS.get(status, usual)
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def error_on(path: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """The body of an error as the clients of a path read it; `body` is that of OpenAI's."""
+    if path not in MESSAGE_PATHS:
+        return body
+    return message_error(status, body["error"]["message"])
 
 
 def usage(lives: Sequence[Live], *, hidden: int = 0) -> dict[str, Any]:

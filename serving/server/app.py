@@ -33,6 +33,7 @@ from ..formats.marks import searched_marks, shown_marks
 from ..formats.message_grammar import answer_grammar
 from ..formats.parser import Parser, open_parser
 from ..formats.table import Format
+from ..message_events import Ending, MessageEvents
 from ..responses import ResponseEvents, Usage
 from .answers import (
     ChatAnswer,
@@ -41,11 +42,15 @@ from .answers import (
     encode,
     error_body,
     error_of,
+    error_on,
     fingerprint_of,
+    message_error,
+    message_of,
 )
+from .anthropic import CountRequest, MessagesRequest
 from .cors import shared
 from .doors import Doors, Load, TooLarge, too_large
-from .events import log_failure, piece_events, response_events
+from .events import log_failure, piece_events, told_events
 from .fields import (
     LONG_BODY,
     MAX_COMPLETIONS,
@@ -63,7 +68,7 @@ from .live import Live, News, wait_for_all, wait_for_news
 from .metrics import Metrics
 from .reader import Reader
 from .replicas import Engines
-from .responses import ResponsesRequest, named_here
+from .responses import ResponsesRequest
 from .streams import ClientGone, EventStream, while_there
 from .traces import Traces
 
@@ -405,20 +410,13 @@ class Server:
         """/v1/responses, without a store: each call brings all that was said."""
         body: ResponsesRequest = read_fields(ResponsesRequest, await _body(request))
         body.check()
-        chat = body.chat()
-        try:
-            live, new_parser = await self._begin_chat(request, chat)
-        except RequestError as error:
-            raise named_here(error) from None
-        live.named = lambda error: named_here(chat.named(error))
+        chat, live, reader = await self._begin_other(request, body)
         events = ResponseEvents(
             f"resp_{request.scope['twinfer.id']}",
             chat.model or self._settings.names[0],
             int(time.time()),
             body.repeated(),
         )
-        tells = chat.include_reasoning is not False
-        reader = Reader(new_parser(), self._think_end, tells=tells)
 
         def take() -> list[dict[str, Any]]:
             return [
@@ -428,19 +426,82 @@ class Server:
                 for out in events.take(part, self._scores(chat, news, places))
             ]
 
-        def used() -> Usage:
-            count, cached = len(live.outputs[0].token_ids), live.num_cached_tokens
-            return Usage(len(live.prompt_ids), count, cached, reader.reasoning_tokens)
+        def fail(error: Exception) -> list[dict[str, Any]]:
+            return events.fail(message_of(error))
 
         if body.stream:
-            return await self._stream(request, [live], response_events(live, events, take, used))
+            told = told_events(
+                live, events.start, take, lambda: events.end(_used(live, reader)), fail
+            )
+            return await self._stream(request, [live], told)
         await self._whole(request, [live])
 
         def whole() -> dict[str, Any]:
             take()
-            return events.response(used())
+            return events.response(_used(live, reader))
 
         return await _told(whole, [live])
+
+    async def messages(self, request: Request) -> Response:
+        """/v1/messages, as Anthropic's API has it."""
+        body: MessagesRequest = read_fields(MessagesRequest, await _body(request))
+        chat, live, reader = await self._begin_other(request, body)
+        name = chat.model or self._settings.names[0]
+        events = MessageEvents(f"msg_{request.scope['twinfer.id']}", name)
+
+        def take() -> list[dict[str, Any]]:
+            return [out for news in live.news() for out in events.take(reader.read(news))]
+
+        def ending() -> Ending:
+            output, usage = live.outputs[0], _used(live, reader)
+            stop = output.stop_reason if isinstance(output.stop_reason, str) else None
+            return Ending(usage, stop, is_full=usage.prompt + usage.completion == self._room)
+
+        def fail(error: Exception) -> list[dict[str, Any]]:
+            return [message_error(error_of(error)[0], message_of(error))]
+
+        if body.stream:
+            told = told_events(
+                live,
+                lambda: events.start(_used(live, reader)),
+                take,
+                lambda: events.end(ending()),
+                fail,
+            )
+            return await self._stream(request, [live], told)
+        await self._whole(request, [live])
+
+        def whole() -> dict[str, Any]:
+            take()
+            return events.message(ending())
+
+        return await _told(whole, [live])
+
+    async def count_tokens(self, request: Request) -> Response:
+        """/v1/messages/count_tokens."""
+        body: CountRequest = read_fields(CountRequest, await _body(request))
+        chat = body.chat()
+        try:
+            self._accept(chat)
+            _, ids = await self._render_in_thread(request, chat, None)
+        except RequestError as error:
+            raise body.named(error) from None
+        return _json(200, {"input_tokens": len(ids)})
+
+    async def _begin_other(
+        self, request: Request, body: ResponsesRequest | MessagesRequest
+    ) -> tuple[ChatRequest, Live, Reader]:
+        """Sends the chat to the engine that a call of another API asks for. Errors have the names
+        that fields have there.
+        """
+        chat = body.chat()
+        try:
+            live, new_parser = await self._begin_chat(request, chat)
+        except RequestError as error:
+            raise body.named(error) from None
+        live.named = lambda error: body.named(chat.named(error))
+        tells = chat.include_reasoning is not False
+        return chat, live, Reader(new_parser(), self._think_end, tells=tells)
 
     def _scores(self, chat: ChatRequest, news: News, places: Sequence[int]) -> list[dict[str, Any]]:
         """Log-probabilities of new tokens at some places, if they were asked for."""
@@ -685,6 +746,8 @@ def build_app(settings: Settings, engine: Engines, metrics: Metrics) -> Any:
         ("/v1/chat/completions", "POST", server.chat),
         ("/v1/completions", "POST", server.completions),
         ("/v1/responses", "POST", server.responses),
+        ("/v1/messages", "POST", server.messages),
+        ("/v1/messages/count_tokens", "POST", server.count_tokens),
         ("/invocations", "POST", server.invocations),
     ):
         app.add_route(path, _guarded(route, settings), methods=methods.split())
@@ -723,25 +786,29 @@ async def no_route(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         status, headers = error.status_code, dict(error.headers or {})  # of a 405, what is allowed
     words = f"{request.method} {show(request.url.path)}: there is no such call"
-    return _json(status, error_body(words, "invalid_request_error"), headers)
+    body = error_on(
+        request.scope.get("twinfer.path", ""), status, error_body(words, "invalid_request_error")
+    )
+    return _json(status, body, headers)
 
 
 def _guarded(route: Any, settings: Settings) -> Any:
     """A route whose errors are answers."""
 
     async def guarded(request: Request) -> Response:
+        path = request.scope["twinfer.path"]
         try:
             response: Response = await route(request)
             return response
         except (ClientGone, ClientDisconnect):
             return Response(b"", 499)
         except TooLarge:
-            return _json(413, too_large(settings.max_body))
+            return _json(413, error_on(path, 413, too_large(settings.max_body)))
         except Exception as error:
             log_failure(error)
             status, body = error_of(error)
             retry = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else None
-            return _json(status, body, retry)
+            return _json(status, error_on(path, status, body), retry)
 
     return guarded
 
@@ -770,6 +837,12 @@ async def _in_thread(work: Callable[..., Any], *arguments: Any, size: int) -> An
     if size < LONG:
         return work(*arguments)
     return await asyncio.to_thread(work, *arguments)
+
+
+def _used(live: Live, reader: Reader) -> Usage:
+    """The tokens of a chat's one completion so far."""
+    count, cached = len(live.outputs[0].token_ids), live.num_cached_tokens
+    return Usage(len(live.prompt_ids), count, cached, reader.reasoning_tokens)
 
 
 async def _told(answer: Callable[[], Any], lives: Sequence[Live]) -> Response:

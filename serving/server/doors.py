@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .answers import encode, error_body
+from .answers import MESSAGE_PATHS, encode, error_body, error_on
 from .logs import log_request
 from .traces import Traces
 
@@ -25,7 +25,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = ("/health", "/ready", "/ping")
 """Paths that need no key: what watches a server has none."""
-GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/invocations")
+GENERATING = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/invocations",
+)  # fmt: skip
 _NAME = re.compile(rb"[\x20-\x7e]{1,128}")
 """What a client may call its request."""
 
@@ -44,6 +46,7 @@ class Doors:
     (printable ASCII, at most 128 characters), else `scope["twinfer.id"]`, which is made here and
     which no other request has. `scope["twinfer.send"]` goes to the client by the shortest way, once
     the head is sent. `scope["twinfer.salt"]` tells tenants apart in the prefix cache.
+    `scope["twinfer.path"]` is the path as routes have it, without a proxy's prefix.
     Routes put what they ask of the engine into `scope["twinfer.lives"]`. The end of each POST is
     logged: at level INFO with `log_requests`, else DEBUG; and told to `traces`, if there are any.
     `is_path`: whether the application has a path. Calls that generate are counted in `load`.
@@ -82,15 +85,19 @@ class Doors:
         asked = scope["path"].removeprefix(root)
         if root and f"{asked}/".startswith(f"{root}/") and not self._is_path(asked):
             scope["path"] = asked
+        path = scope["twinfer.path"] = scope["path"].removeprefix(root)
         name, status, start = _name(scope), 499, time.monotonic()
         scope["twinfer.name"] = name.decode()
+        names = [(b"x-request-id", name)]
+        if path in MESSAGE_PATHS:  # whose clients read it there
+            names.append((b"request-id", name))
 
         async def named(message: MutableMapping[str, Any]) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = list(message.get("headers", []))
-                message["headers"] = [*headers, (b"x-request-id", name)]
+                message["headers"] = [*headers, *names]
             await send(message)
 
         # What stands between a route and its client costs a streamed token more than its text does.
@@ -105,18 +112,18 @@ class Doors:
                     self._traces.call(scope, status, lives, start)
 
     async def _enter(self, scope: Scope, receive: Receive, named: Send) -> None:
-        salt = self._salt(scope)
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        salt, path = self._salt(scope), scope["twinfer.path"]
         if salt is None and path not in self._open:
             body = error_body(
                 "no valid API key was given", "authentication_error", code="invalid_api_key"
             )
-            await _answer(named, 401, body, (b"www-authenticate", b"Bearer"))
+            header = (b"www-authenticate", b"Bearer")
+            await _answer(named, 401, error_on(path, 401, body), header)
             return
         scope["twinfer.salt"] = salt or ""
         length = _header(scope, b"content-length")
         if length.isdigit() and int(length) > self._max_body:
-            await self._too_large(named)
+            await _answer(named, 413, error_on(path, 413, too_large(self._max_body)))
             return
         load = self._load if path in GENERATING and scope["method"] == "POST" else None
         if load is not None:
@@ -132,7 +139,9 @@ class Doors:
         if not self._digests:
             return ""
         kind, _, key = _header(scope, b"authorization").partition(b" ")
-        given = _digest(key.strip().decode("latin-1")) if kind.lower() == b"bearer" else b""
+        if kind.lower() != b"bearer":
+            key = _header(scope, b"x-api-key")  # where clients of Anthropic's API have it
+        given = _digest(key.strip().decode("latin-1")) if key else b""
         # All are compared, so that time does not tell how many there are before the right one.
         found = [hmac.compare_digest(given, digest) for digest in self._digests]
         return given.hex()[:32] if any(found) else None
@@ -149,9 +158,6 @@ class Doors:
             return message
 
         return counted
-
-    async def _too_large(self, send: Send) -> None:
-        await _answer(send, 413, too_large(self._max_body))
 
 
 class TooLarge(Exception):

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequen
 from contextlib import aclosing
 from typing import Any
 
-from ..responses import ResponseEvents, Usage
 from .answers import DONE, SILENCE, error_of, event, named_events
 from .live import Live, News
 from .streams import Recurring
@@ -101,22 +100,25 @@ async def piece_events(
         yield event(error_of(error)[1]) + DONE
 
 
-async def response_events(
+async def told_events(
     live: Live,
-    events: ResponseEvents,
+    start: Callable[[], list[dict[str, Any]]],
     take: Callable[[], list[dict[str, Any]]],
-    used: Callable[[], Usage],
+    end: Callable[[], list[dict[str, Any]]],
+    fail: Callable[[Exception], list[dict[str, Any]]],
 ) -> AsyncGenerator[bytes, None]:
-    """The stream of a response, each event under its name."""
+    """The stream of a response or a message, each event under its name: the first ones, those of
+    what has come, and the last ones, or those of an error.
+    """
     try:
-        yield named_events(events.start())
+        yield named_events(start())
         async with aclosing(until_ended([live], lambda: [named_events(take())])) as told:
             async for data in told:
                 yield data
-        yield named_events(events.end(used()))
+        yield named_events(end())
     except Exception as error:
         log_failure(error)
-        yield named_events(events.fail(str(error_of(error)[1]["error"]["message"])))
+        yield named_events(fail(error))
 
 
 def log_failure(error: Exception) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -10,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ...shared.errors import RequestError
 from ...shared.models.fields import show
-from .fields import ChatRequest, read_arguments, read_fields, renamed
+from .fields import ChatRequest, named_as, read_arguments, read_fields
 
 SCORES = "message.output_text.logprobs"
 """What `include` names to have log-probabilities."""
@@ -117,8 +116,12 @@ class ResponsesRequest(BaseModel):
         try:
             chat: ChatRequest = read_fields(ChatRequest, body)
         except RequestError as error:
-            raise named_here(error) from None
+            raise self.named(error) from None
         return chat
+
+    def named(self, error: RequestError) -> RequestError:
+        """An error about a chat's fields by the names that they have here."""
+        return named_as(error, NAMES, TOOL_NAMES)
 
     def _tools(self) -> list[dict[str, Any]] | None:
         if self.tools is None:
@@ -165,18 +168,8 @@ NAMES = {
     "tool_choice.allowed_tools.mode": "tool_choice.mode",
 }
 """Fields of a chat, and what a response calls them."""
-
-
-def named_here(error: RequestError) -> RequestError:
-    """An error about a chat's fields by the names that they have here."""
-    field = error.field
-    first = re.split(r"[.\[]", field, maxsplit=1)[0]
-    name = NAMES.get(field)
-    if name is None and first == "tools":
-        name = field.replace("].function", "]")
-    elif name is None and first in NAMES:
-        name = NAMES[first] if first == "messages" else NAMES[first] + field[len(first) :]
-    return renamed(error, NAMES if name is None else NAMES | {field: name})
+TOOL_NAMES = {"].function": "]"}
+"""The same of parts of a tool."""
 
 
 def _function(tool: Any) -> dict[str, Any]:

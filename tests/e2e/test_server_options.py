@@ -212,7 +212,7 @@ def test_an_event_has_as_many_tokens_as_the_server_was_told(path, client):
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("path", [*CALLS, "/v1/responses"])
+@pytest.mark.parametrize("path", [*CALLS, "/v1/responses", "/v1/messages"])
 def test_the_load_is_how_many_calls_are_under_way(path, stream, client):
     """Until the last byte, and no longer than the client is there."""
 
@@ -225,7 +225,8 @@ def test_the_load_is_how_many_calls_are_under_way(path, stream, client):
             assert time.monotonic() < end, load()
             time.sleep(0.01)
 
-    body = CALLS.get(path, {"input": "x", "max_output_tokens": 100})
+    others = {"/v1/messages": {"messages": [{"role": "user", "content": "x"}]}}
+    body = (CALLS | others).get(path, {"input": "x", "max_output_tokens": 100})
     body = {"max_tokens": 100, "ignore_eos": True, "stream": stream} | body
     if path == "/v1/responses":
         del body["max_tokens"]

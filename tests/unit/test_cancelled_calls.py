@@ -28,6 +28,7 @@ CALLS = {
     "/v1/completions": {"prompt": ["x = ", "y" * (LONG + 1)], "max_tokens": 9, "n": 2},
     "/v1/chat/completions": CHAT,
     "/v1/responses": {"input": "Hi", "max_output_tokens": 9},
+    "/v1/messages": {"messages": CHAT["messages"], "max_tokens": 9},
 }
 MOMENTS = 60
 """Turns of the event loop; late ones wait a little, for threads."""

@@ -1,0 +1,318 @@
+"""The body of /v1/messages, of Anthropic's API, as the chat that it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from ...shared.errors import RequestError
+from ...shared.models.fields import show
+from .fields import ChatRequest, named_as, read_fields
+
+SAME = ("model", "stream", "max_tokens", "temperature", "top_p", "top_k")
+"""Fields that a chat has under the same name, as it has all those that are not named here."""
+IGNORED = (
+    "cache_control", "context_management", "diagnostics", "inference_geo", "metadata",
+    "service_tier", "speed", "user_profile_id", "workspace_id",
+)  # fmt: skip
+"""Known fields that change no token: prefixes are cached unasked, and nothing is left out of what
+was said.
+"""
+BILLING = "x-anthropic-billing-header:"
+"""How a part of a system prompt begins that is for Anthropic's books. Claude Code sends it first,
+another one with each call: no prompt would share a prefix with the one before.
+"""
+THINKING = ("enabled", "adaptive", "disabled")
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+"""Of `tool_choice`, beside `tool`."""
+
+
+class MessagesRequest(BaseModel):
+    """What a message is made from. All that was said comes with each call."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    refused: ClassVar[Mapping[str, str]] = {
+        "container": "this server has none",
+        "mcp_servers": "this server calls no tools by itself",
+        "n": "an answer is one message",
+        "max_completion_tokens": "is max_tokens here",
+        "stop": "is stop_sequences here",
+        "response_format": "is output_config.format here",
+        "reasoning_effort": "is output_config.effort here",
+        "parallel_tool_calls": "is tool_choice.disable_parallel_tool_use here",
+    } | dict.fromkeys(
+        (
+            "continue_final_message", "echo", "logprobs", "prompt_logprobs", "return_token_ids",
+            "return_tokens_as_token_ids", "stream_options", "top_logprobs",
+        ),
+        "is for chats",
+    )  # fmt: skip
+
+    messages: list[dict[str, Any]]
+    max_tokens: int
+    model: str | None = None
+    stream: bool | None = None
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+
+    def chat(self) -> ChatRequest:
+        """The chat that it asks for. Raises RequestError."""
+        extra = self.model_extra or {}
+        for name, why in self.refused.items():
+            if extra.get(name):
+                raise RequestError(name, why)
+        skipped = {*self.refused, *IGNORED}
+        body = {name: value for name, value in extra.items() if name not in skipped}
+        body |= {name: getattr(self, name) for name in SAME}
+        messages = _messages(self.messages)
+        if system := _system(self.system):
+            messages.insert(0, {"role": "system", "content": system})
+        body |= {"messages": messages, "stop": self.stop_sequences, "tools": self._tools()}
+        if messages[-1]["role"] == "assistant":
+            body["continue_final_message"] = True
+        body |= self._choice() | self._thought(body.get("chat_template_kwargs")) | self._output()
+        try:
+            chat: ChatRequest = read_fields(ChatRequest, body)
+        except RequestError as error:
+            raise self.named(error) from None
+        return chat
+
+    def named(self, error: RequestError) -> RequestError:
+        """An error about a chat's fields by the names that they have here."""
+        return named_as(error, NAMES, TOOL_NAMES)
+
+    def _tools(self) -> list[dict[str, Any]] | None:
+        if self.tools is None:
+            return None
+        found = []
+        for place, tool in enumerate(self.tools):
+            kind = tool.get("type") or "custom"
+            if kind != "custom":
+                raise RequestError(
+                    f"tools[{place}].type",
+                    f"got {show(kind)}, allowed is custom: this server has no tools of its own",
+                )
+            names = ("name", "name"), ("description",) * 2, ("input_schema", "parameters")
+            function = {
+                ours: tool[theirs] for theirs, ours in names if tool.get(theirs) is not None
+            }
+            if tool.get("strict") is not None:
+                function["strict"] = tool["strict"]
+            found.append({"type": "function", "function": function})
+        return found
+
+    def _choice(self) -> dict[str, Any]:
+        """What says which tools may be called."""
+        choice = self.tool_choice
+        if choice is None:
+            return {}
+        kind = choice.get("type")
+        if kind == "tool":
+            named: Any = {"type": "function", "function": {"name": choice.get("name")}}
+        elif isinstance(kind, str) and kind in CHOICES:
+            named = CHOICES[kind]
+        else:
+            allowed = ", ".join((*CHOICES, "tool"))
+            raise RequestError("tool_choice.type", f"got {show(kind)}, allowed are {allowed}")
+        alone = choice.get("disable_parallel_tool_use")
+        if alone is not None and not isinstance(alone, bool):
+            name = "tool_choice.disable_parallel_tool_use"
+            raise RequestError(name, f"got {show(alone)}, must be a boolean")
+        return {"tool_choice": named, "parallel_tool_calls": False if alone else None}
+
+    def _thought(self, variables: Any) -> dict[str, Any]:
+        """Whether the model is asked to reason first, and that is told. How much it may is not
+        bounded.
+        """
+        if self.thinking is None:
+            return {}
+        kind, display = self.thinking.get("type"), self.thinking.get("display")
+        if kind not in THINKING:
+            allowed = ", ".join(THINKING)
+            raise RequestError("thinking.type", f"got {show(kind)}, allowed are {allowed}")
+        if display not in (None, "summarized", "omitted"):
+            allowed = "summarized and omitted"
+            raise RequestError("thinking.display", f"got {show(display)}, allowed are {allowed}")
+        told = {"include_reasoning": False} if display == "omitted" else {}
+        if variables is not None and not isinstance(variables, dict):
+            return told  # which is refused by its own name
+        wanted = {"enable_thinking": kind != "disabled"}
+        return told | {"chat_template_kwargs": wanted | (variables or {})}
+
+    def _output(self) -> dict[str, Any]:
+        """How hard the model shall try, and the form of its text."""
+        config, found = self.output_config or {}, dict[str, Any]()
+        if config.get("effort") is not None:
+            found["reasoning_effort"] = config["effort"]
+        form = config.get("format")
+        if form is None:
+            return found
+        if not isinstance(form, dict):
+            raise RequestError("output_config.format", f"got {show(form)}, must be an object")
+        if form.get("type") != "json_schema":
+            raise RequestError(
+                "output_config.format.type", f"got {show(form.get('type'))}, allowed is json_schema"
+            )
+        return found | {"response_format": {"type": "json_schema", "json_schema": form}}
+
+
+class CountRequest(MessagesRequest):
+    """The body of /v1/messages/count_tokens."""
+
+    max_tokens: int | None = None  # type: ignore[assignment]
+
+
+NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "reasoning_effort": "output_config.effort",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "continue_final_message": "messages",
+    "messages": "messages",
+}
+"""Fields of a chat, and what they are called here."""
+TOOL_NAMES = {"].function.parameters": "].input_schema", "].function": "]"}
+"""The same of parts of a tool."""
+
+
+def _system(given: str | list[dict[str, Any]] | None) -> str | list[Any]:
+    """What stands before the conversation."""
+    if given is None:
+        return ""
+    if isinstance(given, str):
+        first, _, rest = given.partition("\n")
+        return rest if first.startswith(BILLING) else given
+    return [
+        part for i, part in enumerate(given) if not _text("system", i, part).startswith(BILLING)
+    ]
+
+
+def _text(where: str, place: int, part: Any) -> str:
+    """The text of a part. Raises RequestError for a part that is no text."""
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+    if not isinstance(text, str):
+        why = "must be a text block: this model reads only text"
+        raise RequestError(f"{where}[{place}]", f"got {show(part)}, {why}")
+    return text
+
+
+def _messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of a chat. Messages of one role that follow one another are one turn."""
+    found: list[dict[str, Any]] = []
+    for place, message in enumerate(given):
+        where, role = f"messages[{place}]", message.get("role")
+        read = READERS.get(role) if isinstance(role, str) else None
+        if read is None:
+            allowed = " and ".join(READERS)
+            raise RequestError(f"{where}.role", f"got {show(role)}, allowed are {allowed}")
+        content = message.get("content")
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        if not isinstance(content, list):
+            why = "must be text or a list of blocks"
+            raise RequestError(f"{where}.content", f"got {show(content)}, {why}")
+        for turn in read(f"{where}.content", content):
+            _append(found, turn)
+    if not found:
+        raise RequestError("messages", "is empty: at least one message is needed")
+    return found
+
+
+def _append(found: list[dict[str, Any]], turn: dict[str, Any]) -> None:
+    """Put a turn behind others, or to the last one of them where both are one."""
+    last = found[-1] if found else {"role": None}
+    role = turn["role"]
+    if role != last["role"] or role in ("tool", "system"):
+        found.append(turn)
+        return
+    last["content"] += turn["content"]
+    for name in ("reasoning_content", "tool_calls"):
+        if name in turn:
+            last[name] = last[name] + turn[name] if name in last else turn[name]
+
+
+def _said_by_user(where: str, blocks: list[Any]) -> list[dict[str, Any]]:
+    """What a user says, and results of calls, in their order."""
+    found: list[dict[str, Any]] = []
+    for place, block in enumerate(blocks):
+        if isinstance(block, dict) and block.get("type") == "tool_result":
+            found.append(_result(f"{where}[{place}]", block))
+            continue
+        part = {"type": "text", "text": _text(where, place, block)}
+        _append(found, {"role": "user", "content": [part]})
+    return found or [{"role": "user", "content": []}]
+
+
+def _result(where: str, block: dict[str, Any]) -> dict[str, Any]:
+    """The result of a call, as a message."""
+    call, content = block.get("tool_use_id"), block.get("content") or ""
+    if not isinstance(call, str):
+        raise RequestError(f"{where}.tool_use_id", f"got {show(call)}, must be text")
+    if not isinstance(content, (str, list)):
+        why = "must be text or a list of text blocks"
+        raise RequestError(f"{where}.content", f"got {show(content)}, {why}")
+    if isinstance(content, list):
+        for place, part in enumerate(content):
+            _text(f"{where}.content", place, part)
+    return {"role": "tool", "tool_call_id": call, "content": content}
+
+
+def _said_by_assistant(where: str, blocks: list[Any]) -> list[dict[str, Any]]:
+    """What an assistant thought, said and called in one turn."""
+    texts, thoughts, calls = list[dict[str, Any]](), list[str](), list[dict[str, Any]]()
+    for place, block in enumerate(blocks):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "tool_use":
+            calls.append(_call(f"{where}[{place}]", block))
+        elif kind == "thinking":
+            thought = block.get("thinking")
+            if not isinstance(thought, str):
+                name = f"{where}[{place}].thinking"
+                raise RequestError(name, f"got {show(thought)}, must be text")
+            thoughts.append(thought)
+        elif kind != "redacted_thinking":  # which nobody here can read
+            texts.append({"type": "text", "text": _text(where, place, block)})
+    turn: dict[str, Any] = {"role": "assistant", "content": texts}
+    if thoughts:
+        turn["reasoning_content"] = "".join(thoughts)
+    if calls:
+        turn["tool_calls"] = calls
+    return [turn]
+
+
+def _call(where: str, block: dict[str, Any]) -> dict[str, Any]:
+    """A call, as a chat has it."""
+    for name, kind, what in (
+        ("id", str, "text"),
+        ("name", str, "text"),
+        ("input", dict, "an object"),
+    ):
+        if not isinstance(block.get(name), kind):
+            raise RequestError(f"{where}.{name}", f"got {show(block.get(name))}, must be {what}")
+    function = {"name": block["name"], "arguments": block["input"]}
+    return {"id": block["id"], "type": "function", "function": function}
+
+
+def _said_by_system(where: str, blocks: list[Any]) -> list[dict[str, Any]]:
+    """What is told to the model in the middle of a conversation: it stays there."""
+    for place, block in enumerate(blocks):
+        _text(where, place, block)
+    return [{"role": "system", "content": blocks}]
+
+
+READERS: dict[str, Callable[[str, list[Any]], list[dict[str, Any]]]] = {
+    "user": _said_by_user,
+    "assistant": _said_by_assistant,
+    "system": _said_by_system,
+}
+"""What makes messages of a chat of the blocks of a role."""
