@@ -50,6 +50,12 @@ MESSAGE_ERRORS = {
     503: "overloaded_error",
 }
 """Its names of errors by status, where they are not the usual ones."""
+MESSAGE_DETAILS = {
+    "thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+}
+"""What its errors say besides about some fields: a client that reads this one goes on with whole
+conversations.
+"""
 
 
 def event(value: Any) -> bytes:
@@ -86,18 +92,19 @@ def message_of(error: Exception) -> str:
     return str(error_of(error)[1]["error"]["message"])
 
 
-def message_error(status: int, message: str) -> dict[str, Any]:
-    """An error as Anthropic's clients read it."""
+def message_error(status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """An error as Anthropic's clients read it; `body` is that of OpenAI's."""
+    error = body["error"]
     usual = "invalid_request_error" if status < 500 else "api_error"
-    kind = MESSAGE_ERRORS.get(status, usual)
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    told = {"type": MESSAGE_ERRORS.get(status, usual), "message": error["message"]}
+    if error["param"] in MESSAGE_DETAILS:
+        told["details"] = MESSAGE_DETAILS[error["param"]]
+    return {"type": "error", "error": told}
 
 
 def error_on(path: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
     """The body of an error as the clients of a path read it; `body` is that of OpenAI's."""
-    if path not in MESSAGE_PATHS:
-        return body
-    return message_error(status, body["error"]["message"])
+    return message_error(status, body) if path in MESSAGE_PATHS else body
 
 
 def usage(lives: Sequence[Live], *, hidden: int = 0) -> dict[str, Any]:

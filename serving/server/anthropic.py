@@ -14,8 +14,9 @@ from .fields import ChatRequest, named_as, read_fields
 SAME = ("model", "stream", "max_tokens", "temperature", "top_p", "top_k")
 """Fields that a chat has under the same name, as it has all those that are not named here."""
 IGNORED = (
-    "cache_control", "context_management", "diagnostics", "inference_geo", "metadata",
-    "service_tier", "speed", "user_profile_id", "workspace_id",
+    "billing_policy", "cache_control", "context_management", "diagnostics",
+    "fallback_credit_token", "fallbacks", "inference_geo", "metadata", "service_tier", "speed",
+    "user_profile_id", "workspace_id",
 )  # fmt: skip
 """Known fields that change no token: prefixes are cached unasked, and nothing is left out of what
 was said.
@@ -34,14 +35,17 @@ class MessagesRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     refused: ClassVar[Mapping[str, str]] = {
+        "compaction": "is not supported",
         "container": "this server has none",
         "mcp_servers": "this server calls no tools by itself",
         "n": "an answer is one message",
         "max_completion_tokens": "is max_tokens here",
         "stop": "is stop_sequences here",
+        "output_format": "is output_config.format here",
         "response_format": "is output_config.format here",
         "reasoning_effort": "is output_config.effort here",
         "parallel_tool_calls": "is tool_choice.disable_parallel_tool_use here",
+        "thread": "nothing is stored here: send all that was said as messages",
     } | dict.fromkeys(
         (
             "continue_final_message", "echo", "logprobs", "prompt_logprobs", "return_token_ids",

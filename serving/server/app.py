@@ -458,7 +458,7 @@ class Server:
             return Ending(usage, stop, is_full=usage.prompt + usage.completion == self._room)
 
         def fail(error: Exception) -> list[dict[str, Any]]:
-            return [message_error(error_of(error)[0], message_of(error))]
+            return [message_error(*error_of(error))]
 
         if body.stream:
             told = told_events(

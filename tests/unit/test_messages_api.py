@@ -345,6 +345,9 @@ BAD = [
     ({"stop": ["x"]}, "stop"),
     ({"container": "x"}, "container"),
     ({"logprobs": True}, "logprobs"),
+    ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread"),
+    ({"compaction": {"type": "summarize"}}, "compaction"),
+    ({"output_format": FORM}, "output_format"),
 ]
 
 
@@ -372,6 +375,26 @@ def test_errors_are_those_of_the_package():
     assert read_fields(CountRequest, {"messages": SAID}).max_tokens is None
 
 
+def test_the_package_runs_tools_without_a_thread_that_the_server_would_hold():
+    """It asks for one, and then would send no more than the result: what was said would be gone."""
+    client, server = served(CALL.replace("é", "e"), "Done.")
+
+    @anthropic.beta_async_tool
+    async def f(a: str, b: list[int]) -> str:
+        return f"{a} {b}"
+
+    async def run():
+        call = {"model": "m", "max_tokens": 99, "messages": SAID, "system": "Be brief."}
+        return await client.beta.messages.tool_runner(tools=[f], **call).until_done()
+
+    assert asyncio.run(run()).content[0].text == "Done."
+    first, second = server.prompts
+    shown = first.removesuffix("[assistant]")
+    assert shown.endswith("[system]Be brief.[user]x")
+    assert second.startswith(f'{shown}[assistant]<f {{"a": "e", "b": [1, 2]}}>[tool ')
+    assert second.endswith("]e [1, 2][assistant]")
+
+
 def test_an_error_behind_the_beginning_of_a_stream_is_an_event(monkeypatch):
     def end(self, ending):
         raise RequestError("banned_sequences", "no token was left")
@@ -392,7 +415,9 @@ def test_every_parameter_of_the_package_is_known():
     """A new one has to be thought about."""
     known = {*MessagesRequest.model_fields, *IGNORED, *MessagesRequest.refused}
     params = anthropic.types.message_create_params.MessageCreateParamsBase.__annotations__
-    assert params.keys() <= known | {"container"}
+    assert params.keys() <= known
+    params = anthropic.types.beta.message_create_params.MessageCreateParamsBase.__annotations__
+    assert params.keys() <= known | {"betas"}  # which goes as a header
     ignored = {name: {"type": "x"} for name in IGNORED}
     chat = read_fields(MessagesRequest, {"max_tokens": 9, "messages": SAID} | ignored).chat()
     assert chat.unknown == []
