@@ -22,9 +22,11 @@ IGNORED = (
 was said.
 """
 BILLING = "x-anthropic-billing-header:"
-"""How a part of a system prompt begins that is for Anthropic's books. Claude Code sends it first,
+"""How the line of a system prompt begins that is for Anthropic's books. Claude Code sends it first,
 another one with each call: no prompt would share a prefix with the one before.
 """
+ASKED_BY_FALSE = ("continue_final_message", "parallel_tool_calls")
+"""Fields that are refused also where they are false, which asks for something too."""
 THINKING = ("enabled", "adaptive", "disabled")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """Of `tool_choice`, beside `tool`."""
@@ -72,7 +74,8 @@ class MessagesRequest(BaseModel):
         """The chat that it asks for. Raises RequestError."""
         extra = self.model_extra or {}
         for name, why in self.refused.items():
-            if extra.get(name):
+            value = extra.get(name)
+            if value or (value is False and name in ASKED_BY_FALSE):
                 raise RequestError(name, why)
         skipped = {*self.refused, *IGNORED}
         body = {name: value for name, value in extra.items() if name not in skipped}
@@ -82,6 +85,8 @@ class MessagesRequest(BaseModel):
             messages.insert(0, {"role": "system", "content": system})
         body |= {"messages": messages, "stop": self.stop_sequences, "tools": self._tools()}
         if messages[-1]["role"] == "assistant":
+            if "tool_calls" in messages[-1]:  # a template would end the prompt before them
+                raise RequestError("messages", "end with a tool_use: its tool_result has to follow")
             body["continue_final_message"] = True
         body |= self._choice() | self._thought(body.get("chat_template_kwargs")) | self._output()
         try:
@@ -99,8 +104,8 @@ class MessagesRequest(BaseModel):
             return None
         found = []
         for place, tool in enumerate(self.tools):
-            kind = tool.get("type") or "custom"
-            if kind != "custom":
+            kind = tool.get("type")
+            if kind not in (None, "custom"):
                 raise RequestError(
                     f"tools[{place}].type",
                     f"got {show(kind)}, allowed is custom: this server has no tools of its own",
@@ -189,16 +194,17 @@ TOOL_NAMES = {"].function.parameters": "].input_schema", "].function": "]"}
 """The same of parts of a tool."""
 
 
-def _system(given: str | list[dict[str, Any]] | None) -> str | list[Any]:
+def _system(given: str | list[dict[str, Any]] | None) -> str:
     """What stands before the conversation."""
-    if given is None:
-        return ""
     if isinstance(given, str):
-        first, _, rest = given.partition("\n")
-        return rest if first.startswith(BILLING) else given
-    return [
-        part for i, part in enumerate(given) if not _text("system", i, part).startswith(BILLING)
-    ]
+        return _unbilled(given)
+    texts = [_unbilled(_text("system", place, part)) for place, part in enumerate(given or ())]
+    return "\n".join(text for text in texts if text)
+
+
+def _unbilled(text: str) -> str:
+    first, _, rest = text.partition("\n")
+    return rest if first.startswith(BILLING) else text
 
 
 def _text(where: str, place: int, part: Any) -> str:
@@ -259,9 +265,11 @@ def _said_by_user(where: str, blocks: list[Any]) -> list[dict[str, Any]]:
 
 def _result(where: str, block: dict[str, Any]) -> dict[str, Any]:
     """The result of a call, as a message."""
-    call, content = block.get("tool_use_id"), block.get("content") or ""
+    call, content = block.get("tool_use_id"), block.get("content")
     if not isinstance(call, str):
         raise RequestError(f"{where}.tool_use_id", f"got {show(call)}, must be text")
+    if content is None:
+        content = ""
     if not isinstance(content, (str, list)):
         why = "must be text or a list of text blocks"
         raise RequestError(f"{where}.content", f"got {show(content)}, {why}")

@@ -224,6 +224,7 @@ def test_an_answer_goes_on_with_the_assistants_last_words():
     [
         "x-anthropic-billing-header: cc_version=2; cch=fa690;\nBe brief.",
         text("x-anthropic-billing-header: cc_version=2; cch=fa690;", "Be brief."),
+        text("x-anthropic-billing-header: cc_version=2; cch=fa690;\nBe brief."),
         "Be brief.",
     ],
 )
@@ -278,7 +279,25 @@ def test_which_tools_may_be_called():
 
 FORM = {"type": "json_schema", "schema": {"type": "object"}}
 BLOCK = [{"type": "image", "source": {}}]
+CALLED = {"type": "tool_use", "id": "x", "name": "f", "input": {}}
+
+
+def after(role, *blocks):
+    """Messages whose last one has these blocks."""
+    return {"messages": [*SAID, {"role": role, "content": [*blocks]}]}
+
+
 BAD = [
+    (after("assistant", CALLED), "messages"),
+    (after("assistant", *text("a"), CALLED), "messages"),
+    *(
+        (
+            after("user", {"type": "tool_result", "tool_use_id": "x", "content": content}),
+            "messages[1].content[0].content",
+        )
+        for content in (0, False, {})
+    ),
+    ({"tools": [TOOL | {"type": False}]}, "tools[0].type"),
     ({"messages": []}, "messages"),
     ({"messages": [*SAID, {"role": "tool", "content": "x"}]}, "messages[1].role"),
     ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
@@ -345,6 +364,8 @@ BAD = [
     ({"stop": ["x"]}, "stop"),
     ({"container": "x"}, "container"),
     ({"logprobs": True}, "logprobs"),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"continue_final_message": False}, "continue_final_message"),
     ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread"),
     ({"compaction": {"type": "summarize"}}, "compaction"),
     ({"output_format": FORM}, "output_format"),
