@@ -39,8 +39,8 @@ encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
 SILENCE = b": the request is waiting\n\n"
 """A comment line: clients pass over it, and proxies see that the stream lives."""
-
-
+TOO_LONG = "context_length_exceeded"
+"""The word for which clients look that shorten a conversation by themselves."""
 MESSAGE_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 """Those of Anthropic's API."""
 MESSAGE_ERRORS = {
@@ -77,8 +77,7 @@ def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
         status, param = error.http_status, getattr(error, "field", None)
         if isinstance(error, ModelNotFound):
             return status, error_body(words, "invalid_request_error", "model", "model_not_found")
-        # Clients that shorten a conversation by themselves look for this word.
-        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+        code = TOO_LONG if isinstance(error, PromptTooLong) else None
         return status, error_body(words, "invalid_request_error", param, code)
     if isinstance(error, Overloaded):
         return 503, error_body(str(error), "overloaded_error", code="overloaded")
@@ -96,7 +95,11 @@ def message_error(status: int, body: dict[str, Any]) -> dict[str, Any]:
     """An error as Anthropic's clients read it; `body` is that of OpenAI's."""
     error = body["error"]
     usual = "invalid_request_error" if status < 500 else "api_error"
-    told = {"type": MESSAGE_ERRORS.get(status, usual), "message": error["message"]}
+    message = str(error["message"])
+    if error["code"] == TOO_LONG:  # here they look for these words
+        field, _, reason = message.partition(": ")
+        message = f"{field}: prompt is too long: {reason}"
+    told: dict[str, Any] = {"type": MESSAGE_ERRORS.get(status, usual), "message": message}
     if error["param"] in MESSAGE_DETAILS:
         told["details"] = MESSAGE_DETAILS[error["param"]]
     return {"type": "error", "error": told}
