@@ -235,12 +235,15 @@ def _messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
             _append(found, turn)
     if not found:
         raise RequestError("messages", "is empty: at least one message is needed")
+    for turn in found:
+        if "reasoning_content" in turn:
+            turn["reasoning_content"] = "".join(turn["reasoning_content"])
     return found
 
 
 def _append(found: list[dict[str, Any]], turn: dict[str, Any]) -> None:
     """Put a turn behind others, or to the last one of them where both are one."""
-    last = found[-1] if found else {"role": None}
+    last: dict[str, Any] = found[-1] if found else {"role": None}
     role = turn["role"]
     if role != last["role"] or role in ("tool", "system"):
         found.append(turn)
@@ -248,7 +251,7 @@ def _append(found: list[dict[str, Any]], turn: dict[str, Any]) -> None:
     last["content"] += turn["content"]
     for name in ("reasoning_content", "tool_calls"):
         if name in turn:
-            last[name] = last[name] + turn[name] if name in last else turn[name]
+            last.setdefault(name, []).extend(turn[name])
 
 
 def _said_by_user(where: str, blocks: list[Any]) -> list[dict[str, Any]]:
@@ -296,7 +299,7 @@ def _said_by_assistant(where: str, blocks: list[Any]) -> list[dict[str, Any]]:
             texts.append({"type": "text", "text": _text(where, place, block)})
     turn: dict[str, Any] = {"role": "assistant", "content": texts}
     if thoughts:
-        turn["reasoning_content"] = "".join(thoughts)
+        turn["reasoning_content"] = thoughts  # texts, until no more can follow
     if calls:
         turn["tool_calls"] = calls
     return [turn]

@@ -1,6 +1,7 @@
 """Anthropic's Messages API: bodies as chats, events as the anthropic package reads them."""
 
 import asyncio
+import time
 
 import httpx
 import pytest
@@ -212,6 +213,18 @@ def test_what_becomes_of_messages():
         {"role": "user", "content": []},
     ]
     assert prompt_of(messages=turns) == "[user]a\nb\nc[assistant]d[system]e[user][assistant]"
+
+
+def test_turns_of_many_messages_are_put_together_in_linear_time():
+    """Nobody else is served meanwhile. Of copies of all that was before it took five seconds."""
+    blocks = {"type": "thinking", "thinking": "x" * 5000}, CALLED
+    said = {"role": "assistant", "content": [*blocks]}
+    body = {"max_tokens": 9, "messages": [*SAID, *[said] * 4000, *SAID]}
+    start = time.process_time()
+    turn = read_fields(MessagesRequest, body).chat().messages[1]
+    assert time.process_time() - start < 1
+    assert turn["reasoning_content"] == "x" * 5000 * 4000
+    assert len(turn["tool_calls"]) == 4000
 
 
 def test_an_answer_goes_on_with_the_assistants_last_words():
