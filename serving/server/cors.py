@@ -12,8 +12,8 @@ from starlette.middleware.cors import CORSMiddleware
 from ...shared.errors import ConfigError
 
 ANY = "*"
-READABLE = ("x-request-id", "retry-after")
-"""Headers of ours that a page may read; OpenAI's client does."""
+READABLE = ("x-request-id", "request-id", "retry-after")
+"""Headers of ours that a page may read; OpenAI's and Anthropic's clients do."""
 
 
 def cors_options(arguments: argparse.Namespace) -> dict[str, Any] | None:
