@@ -110,6 +110,9 @@ class MessagesRequest(BaseModel):
                     f"tools[{place}].type",
                     f"got {show(kind)}, allowed is custom: this server has no tools of its own",
                 )
+            name = tool.get("name")
+            if not isinstance(name, str) or not name:
+                raise RequestError(f"tools[{place}].name", f"got {show(name)}, must be text")
             names = ("name", "name"), ("description",) * 2, ("input_schema", "parameters")
             function = {
                 ours: tool[theirs] for theirs, ours in names if tool.get(theirs) is not None
@@ -125,17 +128,23 @@ class MessagesRequest(BaseModel):
         if choice is None:
             return {}
         kind = choice.get("type")
+        name = choice.get("name")
         if kind == "tool":
-            named: Any = {"type": "function", "function": {"name": choice.get("name")}}
+            if name is None or name not in [tool.get("name") for tool in self.tools or ()]:
+                why = f"got {show(name)}, must name one of the tools"
+                raise RequestError("tool_choice.name", why)
+            named: Any = {"type": "function", "function": {"name": name}}
         elif isinstance(kind, str) and kind in CHOICES:
             named = CHOICES[kind]
+            if named == "required" and not self.tools:
+                raise RequestError("tool_choice.type", f"got {kind}, which needs tools")
         else:
             allowed = ", ".join((*CHOICES, "tool"))
             raise RequestError("tool_choice.type", f"got {show(kind)}, allowed are {allowed}")
         alone = choice.get("disable_parallel_tool_use")
         if alone is not None and not isinstance(alone, bool):
-            name = "tool_choice.disable_parallel_tool_use"
-            raise RequestError(name, f"got {show(alone)}, must be a boolean")
+            field = "tool_choice.disable_parallel_tool_use"
+            raise RequestError(field, f"got {show(alone)}, must be a boolean")
         return {"tool_choice": named, "parallel_tool_calls": False if alone else None}
 
     def _thought(self, variables: Any) -> dict[str, Any]:

@@ -358,9 +358,13 @@ BAD = [
     ({"tools": [{"name": "f", "input_schema": 5}]}, "tools[0].input_schema"),
     ({"tools": [{"name": "a\nb"}]}, "tools[0].name"),
     ({"tools": [TOOL | {"strict": "yes"}]}, "tools[0].strict"),
-    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice.type: got any, which needs tools"),
     ({"tool_choice": {"type": ["any"]}}, "tool_choice.type"),
-    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}},
+        "tool_choice.name: got g, must name one of the tools",
+    ),
     (
         {"tools": [TOOL], "tool_choice": {"type": "any", "disable_parallel_tool_use": 1}},
         "tool_choice.disable_parallel_tool_use",
@@ -391,7 +395,7 @@ def test_a_bad_field_is_named(change, field):
     assert (status, answer["type"]) == (400, "error"), answer
     error = answer["error"]
     assert error["type"] == "invalid_request_error"
-    assert error["message"].startswith(f"{field}: "), error
+    assert f"{error['message']}: ".startswith(f"{field}: "), error
 
 
 def test_errors_are_those_of_the_package():
