@@ -173,10 +173,10 @@ def _usage(usage: Usage) -> Json:
 
 def _input(text: str) -> Json:
     """The arguments of a call; of those that were cut off what there is, as Anthropic's client
-    reads them too.
+    reads them too. What is no object as JSON stands in one, under a name that says so.
     """
     try:
         value = from_json(text or "{}", allow_partial=True)
     except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+        value = None
+    return value if isinstance(value, dict) else {"INVALID_JSON": text}

@@ -6,7 +6,7 @@ import time
 import httpx
 import pytest
 
-from twinfer.serving.formats.events import Finish
+from twinfer.serving.formats.events import Finish, ToolCallArguments, ToolCallEnd, ToolCallStart
 from twinfer.serving.formats.parser import OutputParser
 from twinfer.serving.formats.table import FORMATS
 from twinfer.serving.message_events import Ending, MessageEvents
@@ -113,6 +113,16 @@ def test_why_a_message_ended():
     broken.take([Finish("abort")])
     with pytest.raises(InternalError, match="ended with abort"):
         broken.message(Ending(USAGE))
+
+
+@pytest.mark.parametrize("text", ['{"a": oops}', "[1]", '"x"'])
+def test_arguments_that_are_no_object_are_not_taken_for_none(text):
+    """No client runs a tool with nothing where the model wrote something."""
+    events = MessageEvents("msg_1", "demo")
+    events.take([ToolCallStart(0, "c", "f"), ToolCallArguments(0, text), ToolCallEnd(0, False)])
+    events.take([Finish("tool_calls")])
+    (block,) = events.message(Ending(USAGE))["content"]
+    assert block["input"] == {"INVALID_JSON": text}
 
 
 def test_a_call_that_is_cut_off_has_what_there_is():
