@@ -63,7 +63,9 @@ def check_tokens(tokens: np.ndarray, model: ModelConfig) -> None:
     if images.any():
         token = int(tokens[images.argmax()])
         raise RequestError(
-            "prompt", f"token id {token} stands for an image, and prompts are text for this engine"
+            "prompt",
+            f"token id {token} stands for an image or a video, and prompts are text for this "
+            "engine",
         )
 
 

@@ -95,9 +95,22 @@ def parts_in(
 
 
 def _whole(checkpoint: Checkpoint, parameter: Parameter, layer: int) -> list[int]:
-    """The numbers of the parts that the checkpoint has all of."""
+    """The numbers of the parts that the checkpoint has all of. Parts may differ in how they view
+    one tensor: those that have its shape come first.
+    """
     every = (parameter.parts, *parameter.alternatives)
-    return [i for i, parts in enumerate(every) if all(map(checkpoint.has, keys(parts, layer)))]
+    found = [i for i, parts in enumerate(every) if all(map(checkpoint.has, keys(parts, layer)))]
+    if len(found) < 2:
+        return found
+    return sorted(found, key=lambda i: not _fit(checkpoint, parameter, every[i], layer))
+
+
+def _fit(checkpoint: Checkpoint, parameter: Parameter, parts: Sequence[Part], layer: int) -> bool:
+    """Whether the tensors of parts have the shapes that these need."""
+    return all(
+        checkpoint.shape(key) == parameter.part_shape(part)
+        for part, key in zip(parts, keys(parts, layer), strict=True)
+    )
 
 
 def _most_frequent(checkpoint: Checkpoint, table: ParameterTable) -> int:

@@ -124,6 +124,11 @@ CWM = dict(num_hidden_layers=4, sliding_window=8, head_dim=16, bos_token_id=1)
 
 EXPERTS = dict(num_experts_per_tok=3, moe_intermediate_size=20)
 
+# The pairs of a head are turned by three positions, which of text are one.
+MROPE = dict(rope_type="default", rope_theta=5e4, mrope_section=[4, 2, 2], mrope_interleaved=True)
+QWEN3_VL = dict(head_dim=16, vocab_size=1009, rope_parameters=MROPE)
+MROPE_YARN = MROPE | YARN_ROPE | dict(mrope_section=[4, 4, 4])
+
 MODELS = {
     "llama-mha": ("Llama", dict(num_key_value_heads=4)),
     "llama3-scaled-tied": (
@@ -286,6 +291,21 @@ MODELS = {
         "Qwen3Moe",
         EXPERTS | dict(num_experts=5, head_dim=16, attention_bias=True, tie_word_embeddings=True),
     ),
+    "qwen3-vl": ("Qwen3VL", QWEN3_VL | dict(tie_word_embeddings=True)),
+    "qwen3-vl-biases": (
+        "Qwen3VL",
+        QWEN3_VL | dict(head_dim=24, attention_bias=True, rope_parameters=MROPE_YARN),
+    ),
+    "qwen3-vl-moe": (
+        "Qwen3VLMoe",
+        QWEN3_VL | EXPERTS | dict(num_experts=7, mlp_only_layers=[1], tie_word_embeddings=False),
+    ),
+    "qwen3-vl-moe-biases": (
+        "Qwen3VLMoe",
+        QWEN3_VL
+        | EXPERTS
+        | dict(num_experts=5, head_dim=24, attention_bias=True, rope_parameters=MROPE_YARN),
+    ),
 }
 CONFIGS = {
     "Gemma3": "Gemma3TextConfig",
@@ -298,6 +318,8 @@ PARTS = {
     "Ministral3Images": ("Mistral3", "ministral3"),
     "Gemma3Images": ("Gemma3", "gemma3_text"),
     "Gemma4Images": ("Gemma4", "gemma4_text"),
+    "Qwen3VL": ("Qwen3VL", "qwen3_vl_text"),
+    "Qwen3VLMoe": ("Qwen3VLMoe", "qwen3_vl_moe_text"),
 }
 """Families that have a text model as a part: what the whole is called, and the type of the text."""
 OLD_NAMES = {
@@ -332,6 +354,8 @@ def make_model(family: str, fields: dict):
         # field.
         if family == "Gemma4":
             return _gemma4_of_parts(fields)
+        if family.startswith("Qwen"):
+            return _qwen_of_parts(family, text, fields)
         tied = fields.pop("tie_word_embeddings", family == "Gemma3")
         vision = dict(SIGLIP, vision_use_head=False) if family == "Gemma3" else dict(VISION)
         outer = {"tie_word_embeddings": tied, "image_token_index": fields["vocab_size"] - 1}
@@ -361,6 +385,25 @@ def _gemma4_of_parts(fields: dict):
     return transformers.Gemma4ForConditionalGeneration(config).eval()
 
 
+def _qwen_of_parts(family: str, text: str, fields: dict):
+    """A Qwen beside a vision tower. The last two tokens stand for videos and images."""
+    import transformers
+
+    vision = dict(
+        depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=8,
+        out_hidden_size=fields["hidden_size"],
+    )  # fmt: skip
+    if family.startswith("Qwen3"):
+        vision |= dict(deepstack_visual_indexes=[0], num_position_embeddings=16)
+    last = fields["vocab_size"] - 1
+    config = getattr(transformers, f"{family}Config")(
+        text_config=fields | {"model_type": text}, vision_config=vision, image_token_id=last,
+        video_token_id=last - 1, tie_word_embeddings=fields.pop("tie_word_embeddings", False),
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    return getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+
+
 def rename_tensors(folder: str, old: bool):
     """Give the tensors of a saved Mistral3 their names in published files, or those in
     transformers' memory.
@@ -383,6 +426,18 @@ def rename_tensors(folder: str, old: bool):
     save_file(
         {renamed(key): value for key, value in load_file(path).items()}, path, {"format": "pt"}
     )
+
+
+def transpose_experts(folder: str):
+    """Give a saved Qwen3VLMoe the experts of published files, which transformers transposes."""
+    from safetensors.numpy import load_file, save_file
+
+    path = f"{folder}/model.safetensors"
+    tensors = {
+        key: np.ascontiguousarray(x.swapaxes(1, 2)) if ".mlp.experts." in key else x
+        for key, x in load_file(path).items()
+    }
+    save_file(tensors, path, {"format": "pt"})
 
 
 def build(name: str, folder: str, **overrides):
@@ -424,6 +479,8 @@ def build(name: str, folder: str, **overrides):
     model.save_pretrained(folder, max_shard_size=shard_size)
     if family == "Mistral3":  # which of both names are saved depends on the version of transformers
         rename_tensors(folder, old=name == "mistral3")
+    if name == "qwen3-vl-moe":
+        transpose_experts(folder)
     return model
 
 

@@ -46,6 +46,7 @@ NAMES = [
     "gemma4", "gemma4-small", "gemma4-images", "gemma4-unified", "gemma4-experts",
     "gemma4-experts-images",
     "mixtral", "mixtral-window", "qwen2-moe", "qwen3-moe", "qwen3-moe-biases",
+    "qwen3-vl", "qwen3-vl-biases", "qwen3-vl-moe", "qwen3-vl-moe-biases",
     "glm4-moe", "glm4-moe-biases", "gpt-oss",
     "minimax-m2",
 ]  # fmt: skip
@@ -130,6 +131,7 @@ VARIANTS = [
     "olmoe-biases",
     "dots1-windows",
     "granitemoe-biases",
+    "qwen3-vl-biases", "qwen3-vl-moe", "qwen3-vl-moe-biases",
 ]  # fmt: skip
 """Of configurations beside them: in `make test-slow`."""
 ON_A_GPU = [
@@ -220,7 +222,8 @@ def test_a_prompt_with_a_token_of_an_image_is_refused(checkpoints, name, device)
     params = SamplingParams(temperature=0, max_tokens=4)
     assert engine.model.image_token_ids == (image,)
     with pytest.raises(
-        RequestError, match=f"^prompt: token id {image} stands for an image, and prompts are text"
+        RequestError,
+        match=f"^prompt: token id {image} stands for an image or a video, and prompts are text",
     ):
         engine.add("image", [1, 2, image, 3], params)
     ((*tokens,),) = run(engine, [[1, 2, 3]], params)

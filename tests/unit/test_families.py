@@ -68,16 +68,17 @@ MIXTURES = {
     "OlmoeForCausalLM": {"num_experts": 3, "num_experts_per_tok": 2},
     "Dots1ForCausalLM": EXPERTS | {"n_routed_experts": 3, "n_shared_experts": 1},
     "GraniteMoeForCausalLM": {"num_local_experts": 3},
+    "Qwen3VLMoeForConditionalGeneration": EXPERTS | {"num_experts": 3},
 }
 """What those with experts have besides."""
 
 
 def model_of_family(architecture, **fields):
     sizes = SMALL | MIXTURES.get(architecture, {}) | fields
-    return parse_config(
-        {"architectures": [architecture]}
-        | ({"text_config": sizes} if architecture in NESTED else sizes)
-    )
+    if architecture in NESTED:
+        tied = sizes.pop("tie_word_embeddings", None)
+        sizes = {"text_config": sizes, "tie_word_embeddings": tied}
+    return parse_config({"architectures": [architecture]} | sizes)
 
 
 GRANITE = dict(embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=16.0)

@@ -143,7 +143,19 @@ MIXTURES = {
     "dots1": DOTS1 | {"n_routed_experts": 4, "n_shared_experts": 1},
     "granitemoe": GRANITE_MOE | {"num_local_experts": 4},
 }
-FAMILIES = ALONE | NEWER | MIXTURES
+# What else there is of these is in test_qwen_vl.py.
+VL3_TEXT = LLAMA | {"architectures": None, "model_type": "qwen3_vl_text"}
+VL3 = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+    "text_config": VL3_TEXT,
+}
+VL3_MOE = {
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+    "model_type": "qwen3_vl_moe",
+    "text_config": VL3_TEXT | EXPERTS | {"model_type": "qwen3_vl_moe_text", "num_experts": 4},
+}
+FAMILIES = ALONE | NEWER | MIXTURES | {"qwen3_vl": VL3, "qwen3_vl_moe": VL3_MOE}
 FAMILIES |= {"mistral3": MISTRAL3, "gemma3": IMAGES3, "gemma4": IMAGES4, "gemma4_unified": PIXELS4}
 NAMES = [
     "LlamaConfig",

@@ -54,15 +54,27 @@ FAMILIES = {
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
 }
 """Architecture -> module, which has the name of the model type."""
+PARTS = {
+    "Qwen3VLMoeTextModel": "qwen3_vl_moe_text",
+    "Qwen3VLTextModel": "qwen3_vl_text",
+}
+"""Likewise of text models that exist as a part of a larger one alone."""
+
+
+def module_of(architecture: str) -> str:
+    """The module of an architecture that `FAMILIES` or `PARTS` has: the name of its model type."""
+    return FAMILIES.get(architecture) or PARTS[architecture]
 
 
 def family_of(architecture: str) -> Family:
-    """The family of an architecture that `FAMILIES` has."""
-    family: Family = import_module(f"{__name__}.{FAMILIES[architecture]}").FAMILY
+    """The family of an architecture that `FAMILIES` or `PARTS` has."""
+    family: Family = import_module(f"{__name__}.{module_of(architecture)}").FAMILY
     return family
 
 

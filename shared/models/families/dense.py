@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...checkpoint import STACKED
+from ...checkpoint import STACKED, TRANSPOSED
 from ..config import Heads, ModelConfig
 from ..fields import Fields, nearest, quoted, show
 from ..kv_scales import ignored_scales, scale_parameters
@@ -566,18 +566,23 @@ def _experts(config: ModelConfig, names: Names) -> Iterator[Parameter]:
 
 
 def with_stacked_experts(
-    table: ParameterTable, count: int, keys: Mapping[str, str]
+    table: ParameterTable, count: int, keys: Mapping[str, str], *, or_transposed: bool = False
 ) -> ParameterTable:
     """The experts of a layer are one tensor [expert n k] for gate and up, and one for down. `keys`
-    are what these are called behind the layer.
+    are what these are called behind the layer. `or_transposed`: they may be [expert k n] too, which
+    their shape says.
     """
+    views = (STACKED, TRANSPOSED) if or_transposed else (STACKED,)
 
     def stacked(parameter: Parameter) -> Parameter:
         key = keys.get(parameter.name)
         if key is None:
             return parameter
-        part = Part(f"{LAYER}{key}{STACKED}{count}", parameter.shape[0], parameter.axes[0])
-        return or_without_model(replace(parameter, parts=(part,), alternatives=()))
+        usual, *others = [
+            (Part(f"{LAYER}{key}{view}{count}", parameter.shape[0], parameter.axes[0]),)
+            for view in views
+        ]
+        return or_without_model(replace(parameter, parts=usual, alternatives=tuple(others)))
 
     return replace(table, parameters=tuple(map(stacked, table)))
 

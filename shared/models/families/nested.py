@@ -18,7 +18,7 @@ from ..config import ModelConfig
 from ..fields import Fields, show
 from ..spec import Model
 from ..table import Parameter, ParameterTable, Part
-from . import FAMILIES, dense, family_of
+from . import dense, family_of, module_of
 from .family import Family
 
 SHARED = (("dtype", "torch_dtype"), ("tie_word_embeddings",), ("eos_token_id",), ("bos_token_id",))
@@ -26,6 +26,7 @@ SHARED = (("dtype", "torch_dtype"), ("tie_word_embeddings",), ("eos_token_id",),
 must agree.
 """
 IMAGE_TOKEN = ("image_token_index", "image_token_id")
+VIDEO_TOKEN = ("video_token_id",)
 
 Spelling = Mapping[str, str]
 """Beginnings of tensors' names: what the text model has alone -> what it has as a part."""
@@ -50,6 +51,8 @@ def nested(
     harmless: frozenset[str],
     within: str = "text_config",
     unread: Sequence[str] = (),
+    video_token: int | None = None,
+    ties_outside: bool = False,
 ) -> Family:
     """The family of models that have a text model of one of these architectures as a part, which
     alone runs. One that does not say its type is of the first.
@@ -57,17 +60,22 @@ def nested(
     Its config is the field `within`. A checkpoint has its tensors in one of `spellings`, the first
     of which is that of transformers in memory. `left_out` names the parts that do not run, and the
     patterns of their tensors; `harmless` are fields of theirs. `image_token` is the id that stands
-    for images in a prompt where config.json does not say it. `unread` are fields of the text model
-    that the model of several parts does not apply.
+    for images in a prompt where config.json does not say it, and `video_token` that for videos.
+    `unread` are fields of the text model that the model of several parts does not apply.
+    `ties_outside`: the outer config alone says whether embeddings are tied.
     """
+    own = frozenset({within, *IMAGE_TOKEN})
+    own |= {*VIDEO_TOKEN} if video_token is not None else frozenset()
 
     def read(fields: Fields) -> ModelConfig:
-        text, inner = _inside(fields, within, texts)
+        text, inner = _inside(fields, within, texts, ties_outside)
         for name in unread:
             inner.only(name)
         family_of(text).refuse_unknown(inner)
         config = family_of(text).read(inner)
-        images = _image_tokens(fields, config.vocab_size, image_token)
+        images = _tokens(fields, IMAGE_TOKEN, config.vocab_size, image_token)
+        if video_token is not None:
+            images += _tokens(fields, VIDEO_TOKEN, config.vocab_size, video_token)
         return replace(
             config, text_architecture=text, image_token_ids=images, left_out=tuple(left_out)
         )
@@ -84,19 +92,22 @@ def nested(
             tuple(copies),
         )
 
-    own = frozenset({within, *IMAGE_TOKEN})
     return Family(read=read, model=model, parameters=parameters, fields=own, harmless=harmless)
 
 
-def _inside(outer: Fields, within: str, texts: Sequence[str]) -> tuple[str, Fields]:
+def _inside(
+    outer: Fields, within: str, texts: Sequence[str], ties_outside: bool
+) -> tuple[str, Fields]:
     """The architecture of the text model, and its config with what the outer one says in its
     place.
     """
     raw = outer.need(within, None)
     if not isinstance(raw, dict):
         outer.fail(within, f"is {show(raw)}, must be an object")
+    if ties_outside:
+        raw = raw | {"tie_word_embeddings": None}
     inner = Fields(raw, outer.where, outer.family, f"{within}.")
-    by_type = {FAMILIES[text]: text for text in texts}
+    by_type = {module_of(text): text for text in texts}
     inner.only("model_type", *by_type)
     # transformers takes a text model that does not say its type for the first.
     text = by_type.get(inner.get("model_type"), texts[0])
@@ -153,12 +164,12 @@ def _contradicts(one: Fields, name: str, other: Fields, known: str) -> None:
     )
 
 
-def _image_tokens(fields: Fields, vocab_size: int, default: int) -> tuple[int, ...]:
-    """Ids that stand for images. The default may be one that the vocabulary has not."""
+def _tokens(fields: Fields, names: Sequence[str], vocab_size: int, default: int) -> tuple[int, ...]:
+    """Ids that stand for images, or videos, by fields that must agree. The default may be one that
+    the vocabulary has not.
+    """
     found = [
-        (name, fields.token_ids(name, vocab_size))
-        for name in IMAGE_TOKEN
-        if fields.get(name) is not None
+        (name, fields.token_ids(name, vocab_size)) for name in names if fields.get(name) is not None
     ]
     for name, ids in found[1:]:
         if ids != found[0][1]:

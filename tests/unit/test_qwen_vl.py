@@ -1,0 +1,196 @@
+"""Qwen with images, text alone: what its config.json says, and how its experts lie on disk."""
+
+import dataclasses
+import json
+from dataclasses import replace
+from fnmatch import fnmatch
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from twinfer.shared.checkpoint import Checkpoint
+from twinfer.shared.errors import CheckpointError, ModelError, RequestError, UnsupportedModel
+from twinfer.shared.models import families
+from twinfer.shared.models.config_json import parse_config
+from twinfer.shared.models.decoder import parameters_of
+from twinfer.shared.models.rope import RopeConfig
+from twinfer.shared.request_checks import check_tokens
+from twinfer.shared.weights import check_checkpoint, read_parameter
+
+from .checkpoint_tensors import stored_tensors
+
+SMALL = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+TEXTS = {"Qwen3VL": SMALL | {"head_dim": 8}, "Qwen3VLMoe": SMALL | EXPERTS}
+MODEL_TYPES = {"Qwen3VL": "qwen3_vl", "Qwen3VLMoe": "qwen3_vl_moe"}
+
+
+def raw_of(family, text=(), **fields):
+    """A config.json of this family, with these fields inside and outside."""
+    model_type = MODEL_TYPES[family]
+    inner = TEXTS[family] | {"model_type": f"{model_type}_text"} | dict(text)
+    return {
+        "architectures": [f"{family}ForConditionalGeneration"],
+        "model_type": model_type,
+        "text_config": inner,
+        "image_token_id": 38,
+        "video_token_id": 39,
+    } | fields
+
+
+def refused(error, raw, *words):
+    with pytest.raises(error) as caught:
+        parse_config(raw, where="config.json")
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("family", TEXTS)
+def test_how_pairs_are_dealt_to_three_positions_changes_nothing(family):
+    usual = {"rope_type": "default", "rope_theta": 5e6}
+    plain = parse_config(raw_of(family, {"rope_parameters": usual}))
+    assert plain.rope == RopeConfig(theta=5e6)
+    for section in ([2, 1, 1], [1, 2, 1]):
+        rope = usual | {"mrope_section": section, "mrope_interleaved": True}
+        mrope = parse_config(raw_of(family, {"rope_parameters": rope}))
+        assert replace(mrope, raw_hash="") == replace(plain, raw_hash="")
+        rope.pop("rope_theta")
+        old = parse_config(raw_of(family, {"rope_theta": 5e6, "rope_scaling": rope}))
+        assert replace(old, raw_hash="") == replace(plain, raw_hash="")
+
+
+@pytest.mark.parametrize("family", TEXTS)
+def test_a_field_that_is_left_out_is_what_transformers_takes(family):
+    """Or it has to be there."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type, compared = f"{MODEL_TYPES[family]}_text", 0
+    text = TEXTS[family]
+    known = families.family_of(f"{family}TextModel")
+    names = (known.read_fields | set(known.fixed_fields)) - {"eos_token_id", "bos_token_id"}
+    if family == "Qwen3VLMoe":
+        names -= {"tie_word_embeddings"}  # the outer config alone says it
+    theirs = CONFIG_MAPPING[model_type]
+    for field in dataclasses.fields(theirs):
+        if field.name not in names or field.default is dataclasses.MISSING:
+            continue
+        try:
+            ours = parse_config(raw_of(family) | {"text_config": _without(text, field.name)})
+        except ModelError:
+            continue
+        whole = parse_config(raw_of(family, {field.name: field.default}))
+        assert replace(ours, raw_hash="") == replace(whole, raw_hash=""), field.name
+        compared += 1
+    assert compared > 5
+    assert parse_config(raw_of(family)).rope == RopeConfig(theta=theirs.default_theta)
+
+
+def _without(raw, name):
+    return {key: value for key, value in raw.items() if key != name}
+
+
+@pytest.mark.parametrize("family", TEXTS)
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_transformers_5_writes_is_read_and_has_its_tensors(family, whole, tied):
+    """By the names and shapes in its memory. What it has besides is left out by name."""
+    import torch
+    import transformers
+
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = getattr(transformers, f"{family}Config")(
+        text_config=dict(TEXTS[family]), vision_config=vision, tie_word_embeddings=tied,
+        architectures=[f"{family}ForConditionalGeneration"], image_token_id=7, video_token_id=8,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    theirs = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    if tied:
+        theirs.pop("lm_head.weight")
+    ours = parse_config(json.loads(config.to_json_string(use_diff=not whole)))
+    assert (ours.tie_embeddings, ours.image_token_ids) == (tied, (7, 8))
+    table = parameters_of(ours)
+    stored = stored_tensors(table)
+    assert stored.items() <= theirs.items()
+    rest = theirs.keys() - stored.keys()
+    assert rest
+    assert all(any(fnmatch(key, pattern) for pattern in table.ignored) for key in rest)
+
+
+@pytest.mark.parametrize("family", TEXTS)
+def test_tokens_of_images_and_videos_are_refused(family):
+    config = parse_config(raw_of(family))
+    check_tokens(np.arange(38), config)
+    for token in (38, 39):
+        with pytest.raises(RequestError, match=f"token id {token} stands for an image or a video"):
+            check_tokens(np.array([1, token]), config)
+    big = raw_of(family, {"vocab_size": 151_936})
+    config = parse_config(big | {"image_token_id": None, "video_token_id": None})
+    assert config.image_token_ids == (151_655, 151_656)
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "words"),
+    [
+        ("Qwen3VL", {"mlp_bias": True}, ["text_config.mlp_bias is True"]),
+        ("Qwen3VL", {"sliding_window": 8}, ["text_config.sliding_window is 8"]),
+        ("Qwen3VL", {"rope_scaling": {"rope_type": "mrope"}}, ["rope_type is mrope"]),
+        (
+            "Qwen3VL",
+            {"rope_scaling": {"mrope_sections": [2, 1, 1]}},
+            ["text_config.rope_scaling: mrope_sections is [2, 1, 1]"],
+        ),
+        ("Qwen3VLMoe", {"norm_topk_prob": False}, ["text_config.norm_topk_prob is False"]),
+        ("Qwen3VLMoe", {"moe_intermediate_size": 16}, ["moe_intermediate_size is 16, allowed"]),
+        ("Qwen3VLMoe", {"moe_intermediate_size": 32}, ["moe_intermediate_size is 32, allowed"]),
+        ("Qwen3VLMoe", {"model_type": "qwen3_vl_text"}, ["text_config.model_type is"]),
+    ],
+)
+def test_what_is_not_so_is_refused(family, text, words):
+    refused(UnsupportedModel, raw_of(family, text), *words)
+
+
+def test_a_text_model_is_no_model_of_its_own():
+    alone = TEXTS["Qwen3VL"] | {"model_type": "qwen3_vl_text"}
+    for named in ([], ["Qwen3VLTextModel"]):
+        refused(UnsupportedModel, alone | {"architectures": named}, "architectures is")
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_are_read_as_they_lie(tmp_path, transposed):
+    """Published files have them transposed; those that transformers 5 writes have not."""
+    table = parameters_of(parse_config(raw_of("Qwen3VLMoe")))
+    rng = np.random.default_rng(0)
+    matrices = {
+        key: rng.normal(size=shape).astype(np.float32)
+        for key, shape in stored_tensors(table).items()
+    }
+    lie = {
+        key: np.ascontiguousarray(x.swapaxes(1, 2)) if transposed and x.ndim == 3 else x
+        for key, x in matrices.items()
+    }
+    save_file(lie, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    check_checkpoint(checkpoint, table)
+    for name, key in (("experts_gate_up", "gate_up_proj"), ("experts_down", "down_proj")):
+        read = read_parameter(checkpoint, table.layer(1)[name], 1)
+        want = matrices[f"model.language_model.layers.1.mlp.experts.{key}"]
+        np.testing.assert_array_equal(read, want.reshape(read.shape))
+
+
+def test_experts_of_another_shape_are_refused(tmp_path):
+    table = parameters_of(parse_config(raw_of("Qwen3VLMoe")))
+    tensors = {key: np.ones(shape, np.float32) for key, shape in stored_tensors(table).items()}
+    key = "model.language_model.layers.2.mlp.experts.down_proj"
+    save_file(tensors | {key: np.ones((3, 12, 31), np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"has shape \[3, 12, 31\], expected \[3, 32, 12\]"):
+        check_checkpoint(Checkpoint(tmp_path), table)
