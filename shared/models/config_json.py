@@ -56,11 +56,12 @@ def parse_config(
     """
     architecture = _architecture(Fields(raw, where))
     model_type, family = FAMILIES[architecture], family_of(architecture)
-    _refuse_quantized_parts(raw, where, model_type)
-    quantization = read_quantization(Fields(raw, where, model_type))
     fields = Fields({**raw, "quantization_config": None}, where, model_type)
     family.refuse_unknown(fields)
     config = family.read(fields)
+    if config.left_out:
+        _refuse_quantized_parts(raw, where, model_type)
+    quantization = read_quantization(Fields(raw, where, model_type))
     beside = Fields(generation or {}, str(Path(where).with_name("generation_config.json")))
     eos = (*config.eos_token_ids, *beside.token_ids("eos_token_id", config.vocab_size))
     return replace(
@@ -74,13 +75,10 @@ def parse_config(
 
 
 def _refuse_quantized_parts(raw: Mapping[str, Any], where: str, model_type: str) -> None:
-    """Raise UnsupportedModel for a model of several parts that is quantised."""
-    inner = raw.get("text_config")
-    if not isinstance(inner, dict):
-        return
+    """Raise UnsupportedModel if this model of several parts is quantised."""
     for fields in (
         Fields(raw, where, model_type),
-        Fields(inner, where, model_type, "text_config."),
+        Fields(raw.get("text_config") or {}, where, model_type, "text_config."),
     ):
         value = fields.get("quantization_config")
         if value is not None:

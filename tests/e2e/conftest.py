@@ -127,6 +127,9 @@ EXPERTS = dict(num_experts_per_tok=3, moe_intermediate_size=20)
 # The pairs of a head are turned by three positions, which of text are one.
 MROPE = dict(rope_type="default", rope_theta=5e4, mrope_section=[4, 2, 2], mrope_interleaved=True)
 QWEN3_VL = dict(head_dim=16, vocab_size=1009, rope_parameters=MROPE)
+QWEN2_VL = dict(
+    vocab_size=1009, rope_parameters=dict(rope_type="default", rope_theta=5e4, mrope_section=[2, 3, 3])
+)  # fmt: skip
 MROPE_YARN = MROPE | YARN_ROPE | dict(mrope_section=[4, 4, 4])
 
 MODELS = {
@@ -291,6 +294,13 @@ MODELS = {
         "Qwen3Moe",
         EXPERTS | dict(num_experts=5, head_dim=16, attention_bias=True, tie_word_embeddings=True),
     ),
+    "qwen2-vl": ("Qwen2VL", QWEN2_VL),
+    "qwen2-5-vl": ("Qwen2_5_VL", QWEN2_VL | dict(tie_word_embeddings=True)),
+    "qwen2-5-vl-windows": (
+        "Qwen2_5_VL",
+        dict(vocab_size=1009, use_sliding_window=True, sliding_window=11, max_window_layers=1)
+        | dict(rope_parameters=YARN_ROPE | dict(rope_theta=1e5, mrope_section=[2, 3, 3])),
+    ),
     "qwen3-vl": ("Qwen3VL", QWEN3_VL | dict(tie_word_embeddings=True)),
     "qwen3-vl-biases": (
         "Qwen3VL",
@@ -318,6 +328,8 @@ PARTS = {
     "Ministral3Images": ("Mistral3", "ministral3"),
     "Gemma3Images": ("Gemma3", "gemma3_text"),
     "Gemma4Images": ("Gemma4", "gemma4_text"),
+    "Qwen2VL": ("Qwen2VL", "qwen2_vl_text"),
+    "Qwen2_5_VL": ("Qwen2_5_VL", "qwen2_5_vl_text"),
     "Qwen3VL": ("Qwen3VL", "qwen3_vl_text"),
     "Qwen3VLMoe": ("Qwen3VLMoe", "qwen3_vl_moe_text"),
 }
@@ -395,6 +407,8 @@ def _qwen_of_parts(family: str, text: str, fields: dict):
     )  # fmt: skip
     if family.startswith("Qwen3"):
         vision |= dict(deepstack_visual_indexes=[0], num_position_embeddings=16)
+    if family == "Qwen2VL":
+        vision = dict(depth=1, embed_dim=16, hidden_size=64, num_heads=2, patch_size=8)
     last = fields["vocab_size"] - 1
     config = getattr(transformers, f"{family}Config")(
         text_config=fields | {"model_type": text}, vision_config=vision, image_token_id=last,
@@ -440,6 +454,28 @@ def transpose_experts(folder: str):
     save_file(tensors, path, {"format": "pt"})
 
 
+def flatten_qwen(folder: str):
+    """Give a saved Qwen2_5_VL the config and the names of published files."""
+    import json
+
+    from safetensors.numpy import load_file, save_file
+
+    path = f"{folder}/model.safetensors"
+    names = {"model.language_model.": "model.", "model.visual.": "visual."}
+    tensors = load_file(path)
+    for new, old in names.items():
+        tensors = {key.replace(new, old): x for key, x in tensors.items()}
+    save_file(tensors, path, {"format": "pt"})
+    with open(f"{folder}/config.json") as file:
+        config = json.load(file)
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    old = text | config | {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    with open(f"{folder}/config.json", "w") as file:
+        json.dump(old, file)
+
+
 def build(name: str, folder: str, **overrides):
     """Write the random checkpoint `name` to `folder` and return the transformers model, float32
     and eager.
@@ -481,6 +517,8 @@ def build(name: str, folder: str, **overrides):
         rename_tensors(folder, old=name == "mistral3")
     if name == "qwen3-vl-moe":
         transpose_experts(folder)
+    if name == "qwen2-5-vl":
+        flatten_qwen(folder)
     return model
 
 

@@ -155,7 +155,13 @@ VL3_MOE = {
     "model_type": "qwen3_vl_moe",
     "text_config": VL3_TEXT | EXPERTS | {"model_type": "qwen3_vl_moe_text", "num_experts": 4},
 }
+VL2 = LLAMA | {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl"}
+VL2_5 = VL2 | {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+}
 FAMILIES = ALONE | NEWER | MIXTURES | {"qwen3_vl": VL3, "qwen3_vl_moe": VL3_MOE}
+FAMILIES |= {"qwen2_vl": VL2, "qwen2_5_vl": VL2_5}
 FAMILIES |= {"mistral3": MISTRAL3, "gemma3": IMAGES3, "gemma4": IMAGES4, "gemma4_unified": PIXELS4}
 NAMES = [
     "LlamaConfig",

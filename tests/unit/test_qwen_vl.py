@@ -30,8 +30,22 @@ SMALL = {
     "max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-TEXTS = {"Qwen3VL": SMALL | {"head_dim": 8}, "Qwen3VLMoe": SMALL | EXPERTS}
-MODEL_TYPES = {"Qwen3VL": "qwen3_vl", "Qwen3VLMoe": "qwen3_vl_moe"}
+TEXTS = {
+    "Qwen2VL": SMALL,
+    "Qwen2_5_VL": SMALL,
+    "Qwen3VL": SMALL | {"head_dim": 8},
+    "Qwen3VLMoe": SMALL | EXPERTS,
+}
+MODEL_TYPES = {
+    "Qwen2VL": "qwen2_vl",
+    "Qwen2_5_VL": "qwen2_5_vl",
+    "Qwen3VL": "qwen3_vl",
+    "Qwen3VLMoe": "qwen3_vl_moe",
+}
+FLAT = ("Qwen2VL", "Qwen2_5_VL")
+INTERLEAVED = ("Qwen3VL", "Qwen3VLMoe")
+VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32}
+VISIONS = {"Qwen2VL": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}}
 
 
 def raw_of(family, text=(), **fields):
@@ -60,7 +74,8 @@ def test_how_pairs_are_dealt_to_three_positions_changes_nothing(family):
     plain = parse_config(raw_of(family, {"rope_parameters": usual}))
     assert plain.rope == RopeConfig(theta=5e6)
     for section in ([2, 1, 1], [1, 2, 1]):
-        rope = usual | {"mrope_section": section, "mrope_interleaved": True}
+        rope = usual | {"mrope_section": section}
+        rope |= {"mrope_interleaved": True} if family in INTERLEAVED else {}
         mrope = parse_config(raw_of(family, {"rope_parameters": rope}))
         assert replace(mrope, raw_hash="") == replace(plain, raw_hash="")
         rope.pop("rope_theta")
@@ -106,9 +121,9 @@ def test_what_transformers_5_writes_is_read_and_has_its_tensors(family, whole, t
     import torch
     import transformers
 
-    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32}
     config = getattr(transformers, f"{family}Config")(
-        text_config=dict(TEXTS[family]), vision_config=vision, tie_word_embeddings=tied,
+        text_config=TEXTS[family] | {"eos_token_id": 2, "bos_token_id": 1},
+        vision_config=dict(VISIONS.get(family, VISION)), tie_word_embeddings=tied,
         architectures=[f"{family}ForConditionalGeneration"], image_token_id=7, video_token_id=8,
     )  # fmt: skip
     with torch.device("meta"):
@@ -141,6 +156,14 @@ def test_tokens_of_images_and_videos_are_refused(family):
 @pytest.mark.parametrize(
     ("family", "text", "words"),
     [
+        ("Qwen2VL", {"attention_bias": False}, ["text_config.attention_bias is False"]),
+        ("Qwen2VL", {"head_dim": 16}, ["text_config.head_dim is 16, allowed: 8"]),
+        (
+            "Qwen2VL",
+            {"rope_scaling": {"type": "mrope", "rope_type": "yarn"}},
+            ["rope_type is ['yarn', 'default']"],
+        ),
+        ("Qwen2_5_VL", {"model_type": "qwen2_vl_text"}, ["text_config.model_type is"]),
         ("Qwen3VL", {"mlp_bias": True}, ["text_config.mlp_bias is True"]),
         ("Qwen3VL", {"sliding_window": 8}, ["text_config.sliding_window is 8"]),
         ("Qwen3VL", {"rope_scaling": {"rope_type": "mrope"}}, ["rope_type is mrope"]),
@@ -193,4 +216,76 @@ def test_experts_of_another_shape_are_refused(tmp_path):
     key = "model.language_model.layers.2.mlp.experts.down_proj"
     save_file(tensors | {key: np.ones((3, 12, 31), np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"has shape \[3, 12, 31\], expected \[3, 32, 12\]"):
+        check_checkpoint(Checkpoint(tmp_path), table)
+
+
+def flat(family, **fields):
+    """A config.json as published: without an object for the text model."""
+    raw = raw_of(family)
+    text = raw.pop("text_config")
+    mrope = {"rope_theta": 5e5, "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}
+    return text | mrope | raw | fields
+
+
+@pytest.mark.parametrize("family", FLAT)
+def test_fields_of_the_text_model_may_stand_beside_the_others(family):
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    inside = parse_config(raw_of(family, rope | {"dtype": "float16"}))
+    outside = parse_config(flat(family, dtype="float16", vision_config={"depth": 1}))
+    assert replace(outside, raw_hash="") == replace(inside, raw_hash="")
+    assert parse_config(flat(family, tie_word_embeddings=True)).tie_embeddings
+    refused(UnsupportedModel, flat(family, rope_thet=1.0), ": rope_thet is 1.0", "rope_theta")
+    refused(ModelError, flat(family, hidden_size=None), ": hidden_size is missing")
+
+
+@pytest.mark.parametrize("family", FLAT)
+def test_what_transformers_4_wrote_in_both_places_is_read(family):
+    """A window that nothing uses it wrote outside alone, and the names of the whole inside too."""
+    rope = {"type": "default", "rope_type": "default", "mrope_section": [2, 1, 1]}
+    both = flat(family, rope_scaling=rope, sliding_window=8, use_sliding_window=False)
+    inner = {name: both[name] for name in (*SMALL, "rope_theta", "rope_scaling", "architectures")}
+    inner |= {"model_type": f"{MODEL_TYPES[family]}_text", "image_token_id": None}
+    inner |= {"sliding_window": None, "use_sliding_window": False, "vision_token_id": 7}
+    config = parse_config(both | {"text_config": inner})
+    assert replace(config, raw_hash="") == replace(parse_config(flat(family)), raw_hash="")
+    wrong = both | {"text_config": inner | {"rope_theta": 1e4}}
+    refused(UnsupportedModel, wrong, ": rope_theta is 500000.0, allowed: absent, or as text_config")
+
+
+@pytest.mark.parametrize("family", FLAT)
+def test_layers_with_a_window(family):
+    window = {"use_sliding_window": True, "sliding_window": 8}
+    for more, windows in (
+        ({}, (0, 0, 0)),
+        ({"max_window_layers": 1}, (0, 8, 8)),
+        ({"layer_types": ["sliding_attention", *["full_attention"] * 2]}, (8, 0, 0)),
+        ({"max_window_layers": 0, "use_sliding_window": False}, (0, 0, 0)),
+    ):
+        assert parse_config(raw_of(family, window | more)).layer_windows == windows
+
+
+@pytest.mark.parametrize("family", FLAT)
+def test_quantised_ones_are_refused(family):
+    scheme = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    raw = flat(family, quantization_config=scheme)
+    refused(UnsupportedModel, raw, "quantization_config is", "text is one of several parts")
+
+
+@pytest.mark.parametrize("family", FLAT)
+@pytest.mark.parametrize("published", [False, True])
+def test_both_spellings_of_the_text_model_are_read(tmp_path, family, published):
+    table = parameters_of(parse_config(flat(family)))
+    text, vision = (
+        ("model.", "visual.") if published else ("model.language_model.", "model.visual.")
+    )
+    tensors = {
+        key.replace("model.language_model.", text): np.ones(shape, np.float32)
+        for key, shape in stored_tensors(table).items()
+    }
+    tensors[f"{vision}blocks.0.norm1.weight"] = np.ones(4, np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    check_checkpoint(Checkpoint(tmp_path), table)
+    stranger = {f"{text}layers.0.mlp.norm.weight": np.ones(4, np.float32)}
+    save_file(tensors | stranger, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 unexpected: .*layers\.0\.mlp\.norm\.weight"):
         check_checkpoint(Checkpoint(tmp_path), table)

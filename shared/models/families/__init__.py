@@ -52,6 +52,8 @@ FAMILIES = {
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
@@ -61,6 +63,8 @@ FAMILIES = {
 }
 """Architecture -> module, which has the name of the model type."""
 PARTS = {
+    "Qwen2VLTextModel": "qwen2_vl_text",
+    "Qwen2_5_VLTextModel": "qwen2_5_vl_text",
     "Qwen3VLMoeTextModel": "qwen3_vl_moe_text",
     "Qwen3VLTextModel": "qwen3_vl_text",
 }

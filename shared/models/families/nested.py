@@ -25,6 +25,7 @@ SHARED = (("dtype", "torch_dtype"), ("tie_word_embeddings",), ("eos_token_id",),
 """Fields, with their other names, that stand inside or outside: where both say something, they
 must agree.
 """
+TYPES = frozenset({"architectures", "model_type"})
 IMAGE_TOKEN = ("image_token_index", "image_token_id")
 VIDEO_TOKEN = ("video_token_id",)
 
@@ -53,6 +54,7 @@ def nested(
     unread: Sequence[str] = (),
     video_token: int | None = None,
     ties_outside: bool = False,
+    flat: bool = False,
 ) -> Family:
     """The family of models that have a text model of one of these architectures as a part, which
     alone runs. One that does not say its type is of the first.
@@ -62,13 +64,17 @@ def nested(
     patterns of their tensors; `harmless` are fields of theirs. `image_token` is the id that stands
     for images in a prompt where config.json does not say it, and `video_token` that for videos.
     `unread` are fields of the text model that the model of several parts does not apply.
-    `ties_outside`: the outer config alone says whether embeddings are tied.
+    `ties_outside`: the outer config alone says whether embeddings are tied. `flat`: where the field
+    `within` is absent, the fields of the text model stand beside those of the other parts.
     """
     own = frozenset({within, *IMAGE_TOKEN})
     own |= {*VIDEO_TOKEN} if video_token is not None else frozenset()
 
     def read(fields: Fields) -> ModelConfig:
-        text, inner = _inside(fields, within, texts, ties_outside)
+        if flat and fields.get(within) is None:
+            text, inner = texts[0], fields.replaced(dict.fromkeys(own | harmless | TYPES))
+        else:
+            text, inner = _inside(fields, within, texts, ties_outside)
         for name in unread:
             inner.only(name)
         family_of(text).refuse_unknown(inner)
@@ -111,7 +117,8 @@ def _inside(
     inner.only("model_type", *by_type)
     # transformers takes a text model that does not say its type for the first.
     text = by_type.get(inner.get("model_type"), texts[0])
-    if inner.get("architectures") not in (None, [], [text]):
+    # transformers 4 may write that of the whole into its part.
+    if inner.get("architectures") not in (None, [], [text], outer.get("architectures")):
         inner.refuse("architectures", inner.get("architectures"), f"{text} or absent")
     merged, outside = dict(raw), set()
     for names in SHARED:
@@ -126,7 +133,8 @@ def _inside(
             _contradicts(outer, name, inner, other)
         merged |= dict.fromkeys(names) | {name: value}
         outside.add(name)
-    for name in dense.READ - {"model_type", "architectures", *chain(*SHARED)}:
+    unused = {"sliding_window"} if outer.get("use_sliding_window") is False else set()
+    for name in dense.READ - TYPES - unused - {*chain(*SHARED)}:
         if outer.get(name) not in (None, inner.get(name)):
             _contradicts(outer, name, inner, name)
     return text, Fields(merged, outer.where, outer.family, f"{within}.", frozenset(outside))
