@@ -127,9 +127,9 @@ EXPERTS = dict(num_experts_per_tok=3, moe_intermediate_size=20)
 # The pairs of a head are turned by three positions, which of text are one.
 MROPE = dict(rope_type="default", rope_theta=5e4, mrope_section=[4, 2, 2], mrope_interleaved=True)
 QWEN3_VL = dict(head_dim=16, vocab_size=1009, rope_parameters=MROPE)
-QWEN2_VL = dict(
-    vocab_size=1009, rope_parameters=dict(rope_type="default", rope_theta=5e4, mrope_section=[2, 3, 3])
-)  # fmt: skip
+MROPE_OF_TWO = dict(rope_type="default", rope_theta=5e4, mrope_section=[2, 3, 3])
+HALF_MROPE = MROPE_OF_TWO | dict(mrope_section=[1, 2, 1], partial_rotary_factor=0.5)
+QWEN2_VL = dict(vocab_size=1009, rope_parameters=MROPE_OF_TWO)
 MROPE_YARN = MROPE | YARN_ROPE | dict(mrope_section=[4, 4, 4])
 
 MODELS = {
@@ -294,6 +294,24 @@ MODELS = {
         "Qwen3Moe",
         EXPERTS | dict(num_experts=5, head_dim=16, attention_bias=True, tie_word_embeddings=True),
     ),
+    "glm4v": ("Glm4v", dict(vocab_size=1009, rope_parameters=HALF_MROPE)),
+    "glm4v-whole": (
+        "Glm4v",
+        dict(rope_parameters=MROPE_OF_TWO, tie_word_embeddings=True, num_key_value_heads=4),
+    ),
+    "glm4v-moe": (
+        "Glm4vMoe",
+        EXPERTS
+        | dict(n_routed_experts=8, n_group=4, topk_group=2, routed_scaling_factor=1.7)
+        | dict(head_dim=16, vocab_size=1009, rope_parameters=HALF_MROPE),
+    ),
+    "glm4v-moe-plain": (
+        "Glm4vMoe",
+        EXPERTS
+        | dict(n_routed_experts=7, n_shared_experts=2, attention_bias=False, head_dim=24)
+        | dict(norm_topk_prob=False, first_k_dense_replace=2, tie_word_embeddings=True)
+        | dict(rope_parameters=HALF_MROPE | dict(mrope_section=[2, 3, 1])),
+    ),
     "qwen2-vl": ("Qwen2VL", QWEN2_VL),
     "qwen2-5-vl": ("Qwen2_5_VL", QWEN2_VL | dict(tie_word_embeddings=True)),
     "qwen2-5-vl-windows": (
@@ -328,6 +346,8 @@ PARTS = {
     "Ministral3Images": ("Mistral3", "ministral3"),
     "Gemma3Images": ("Gemma3", "gemma3_text"),
     "Gemma4Images": ("Gemma4", "gemma4_text"),
+    "Glm4v": ("Glm4v", "glm4v_text"),
+    "Glm4vMoe": ("Glm4vMoe", "glm4v_moe_text"),
     "Qwen2VL": ("Qwen2VL", "qwen2_vl_text"),
     "Qwen2_5_VL": ("Qwen2_5_VL", "qwen2_5_vl_text"),
     "Qwen3VL": ("Qwen3VL", "qwen3_vl_text"),
@@ -366,8 +386,8 @@ def make_model(family: str, fields: dict):
         # field.
         if family == "Gemma4":
             return _gemma4_of_parts(fields)
-        if family.startswith("Qwen"):
-            return _qwen_of_parts(family, text, fields)
+        if family.startswith(("Qwen", "Glm")):
+            return _beside_a_tower(family, text, fields)
         tied = fields.pop("tie_word_embeddings", family == "Gemma3")
         vision = dict(SIGLIP, vision_use_head=False) if family == "Gemma3" else dict(VISION)
         outer = {"tie_word_embeddings": tied, "image_token_index": fields["vocab_size"] - 1}
@@ -397,8 +417,8 @@ def _gemma4_of_parts(fields: dict):
     return transformers.Gemma4ForConditionalGeneration(config).eval()
 
 
-def _qwen_of_parts(family: str, text: str, fields: dict):
-    """A Qwen beside a vision tower. The last two tokens stand for videos and images."""
+def _beside_a_tower(family: str, text: str, fields: dict):
+    """A Qwen or a GLM beside a vision tower. The last two tokens stand for videos and images."""
     import transformers
 
     vision = dict(

@@ -46,6 +46,7 @@ NAMES = [
     "gemma4", "gemma4-small", "gemma4-images", "gemma4-unified", "gemma4-experts",
     "gemma4-experts-images",
     "mixtral", "mixtral-window", "qwen2-moe", "qwen3-moe", "qwen3-moe-biases",
+    "glm4v", "glm4v-whole", "glm4v-moe", "glm4v-moe-plain",
     "qwen2-vl", "qwen2-5-vl", "qwen2-5-vl-windows",
     "qwen3-vl", "qwen3-vl-biases", "qwen3-vl-moe", "qwen3-vl-moe-biases",
     "glm4-moe", "glm4-moe-biases", "gpt-oss",
@@ -132,6 +133,7 @@ VARIANTS = [
     "olmoe-biases",
     "dots1-windows",
     "granitemoe-biases",
+    "glm4v", "glm4v-whole", "glm4v-moe", "glm4v-moe-plain",
     "qwen2-vl", "qwen2-5-vl-windows",
     "qwen3-vl-biases", "qwen3-vl-moe", "qwen3-vl-moe-biases",
 ]  # fmt: skip

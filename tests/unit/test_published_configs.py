@@ -201,6 +201,56 @@ PUBLISHED = {
         },
         1_334_628_352,
     ),
+    "zai-org/GLM-4.1V-9B-Thinking": (
+        {
+            "architectures": ["Glm4vForConditionalGeneration"], "model_type": "glm4v",
+            "image_start_token_id": 151339, "image_end_token_id": 151340,
+            "video_start_token_id": 151341, "video_end_token_id": 151342, "image_token_id": 151343,
+            "video_token_id": 151344, "tie_word_embeddings": False,
+            "transformers_version": "4.57.1",
+            "text_config": {
+                "model_type": "glm4v_text", "attention_bias": True, "attention_dropout": 0.0,
+                "pad_token_id": 151329, "eos_token_id": [151329, 151336, 151338, 151348],
+                "image_token_id": 151343, "video_token_id": 151344, "hidden_act": "silu",
+                "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 13696,
+                "max_position_embeddings": 65536, "num_attention_heads": 32,
+                "num_hidden_layers": 40, "num_key_value_heads": 2, "rms_norm_eps": 1e-05,
+                "dtype": "bfloat16",
+                "rope_scaling": {"type": "default", "mrope_section": [8, 12, 12]},
+                "rope_theta": 10000.0, "use_cache": True, "vocab_size": 151552,
+                "partial_rotary_factor": 0.5,
+            },
+            "vision_config": {"model_type": "glm4v"},
+        },
+        9_400_279_040,  # that of GLM-4-9B-0414
+    ),
+    "zai-org/GLM-4.5V": (
+        {
+            "architectures": ["Glm4vMoeForConditionalGeneration"], "model_type": "glm4v_moe",
+            "image_start_token_id": 151339, "image_end_token_id": 151340,
+            "video_start_token_id": 151341, "video_end_token_id": 151342, "image_token_id": 151363,
+            "video_token_id": 151364, "tie_word_embeddings": False,
+            "transformers_version": "4.55.0.dev0",
+            "text_config": {
+                "pad_token_id": 151329, "vocab_size": 151552,
+                "eos_token_id": [151329, 151336, 151338], "image_end_token_id": 151340,
+                "image_start_token_id": 151339, "image_token_id": 151363, "head_dim": 128,
+                "attention_bias": True, "attention_dropout": 0.0, "first_k_dense_replace": 1,
+                "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+                "intermediate_size": 10944, "max_position_embeddings": 65536,
+                "model_type": "glm4v_moe_text", "moe_intermediate_size": 1408, "n_group": 1,
+                "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True,
+                "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46,
+                "num_key_value_heads": 8, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05,
+                "dtype": "bfloat16",
+                "rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]},
+                "rope_theta": 10000.0, "routed_scaling_factor": 1.0, "topk_group": 1,
+                "use_cache": True, "use_qk_norm": False,
+            },
+            "vision_config": {"model_type": "glm4v_moe"},
+        },
+        106_852_251_264,  # that of GLM-4.5-Air
+    ),
     "Qwen/Qwen2-VL-2B-Instruct": (
         {
             "architectures": ["Qwen2VLForConditionalGeneration"], "attention_dropout": 0.0,

@@ -35,6 +35,8 @@ FAMILIES = {
     "GemmaForCausalLM": "gemma",
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "Glm4vForConditionalGeneration": "glm4v",
+    "Glm4vMoeForConditionalGeneration": "glm4v_moe",
     "GlmForCausalLM": "glm",
     "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
@@ -63,6 +65,8 @@ FAMILIES = {
 }
 """Architecture -> module, which has the name of the model type."""
 PARTS = {
+    "Glm4vMoeTextModel": "glm4v_moe_text",
+    "Glm4vTextModel": "glm4v_text",
     "Qwen2VLTextModel": "qwen2_vl_text",
     "Qwen2_5_VLTextModel": "qwen2_5_vl_text",
     "Qwen3VLMoeTextModel": "qwen3_vl_moe_text",
