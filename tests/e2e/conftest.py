@@ -211,6 +211,20 @@ MODELS = {
         "Exaone4",
         dict(sliding_window=None, layer_types=["full_attention"] * 3, tie_word_embeddings=True),
     ),
+    "exaone-moe": (
+        "ExaoneMoe",
+        EXPERTS
+        | dict(num_hidden_layers=4, sliding_window=8, head_dim=24, num_experts=8, n_group=4)
+        | dict(topk_group=2),
+    ),
+    "exaone-moe-types": (
+        "ExaoneMoe",
+        EXPERTS
+        | dict(sliding_window=8, num_experts=7)
+        | dict(layer_types=["full_attention"] + ["sliding_attention"] * 2)
+        | dict(mlp_layer_types=["sparse", "dense", "sparse"], tie_word_embeddings=True)
+        | dict(num_shared_experts=2, norm_topk_prob=False, routed_scaling_factor=1.3),
+    ),
     "ministral": (
         "Ministral",
         dict(sliding_window=8, head_dim=16)

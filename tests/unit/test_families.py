@@ -68,6 +68,8 @@ MIXTURES = {
     "OlmoeForCausalLM": {"num_experts": 3, "num_experts_per_tok": 2},
     "Dots1ForCausalLM": EXPERTS | {"n_routed_experts": 3, "n_shared_experts": 1},
     "GraniteMoeForCausalLM": {"num_local_experts": 3},
+    "ExaoneMoEForCausalLM": EXPERTS | {"num_experts": 3},
+    "ExaoneMoeForCausalLM": EXPERTS | {"num_experts": 3},
     "Glm4vMoeForConditionalGeneration": EXPERTS | {"n_routed_experts": 3},
     "Qwen3VLMoeForConditionalGeneration": EXPERTS | {"num_experts": 3},
 }

@@ -131,8 +131,10 @@ GLM4_MOE = LLAMA | {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4
 OLMOE = LLAMA | {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"}
 DOTS1 = LLAMA | {"architectures": ["Dots1ForCausalLM"], "model_type": "dots1"} | EXPERTS
 GRANITE_MOE = LLAMA | {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"}
+EXAONE_MOE = LLAMA | {"architectures": ["ExaoneMoeForCausalLM"], "model_type": "exaone_moe"}
 # And of these in test_expert_families.py.
 MIXTURES = {
+    "exaone_moe": EXAONE_MOE | EXPERTS | {"num_experts": 4},
     "mixtral": MIXTRAL | {"num_local_experts": 4},
     "qwen2_moe": QWEN2_MOE | {"num_experts": 4, "shared_expert_intermediate_size": 20},
     "qwen3_moe": QWEN3_MOE | {"num_experts": 4},
@@ -1075,6 +1077,19 @@ def test_every_field_that_a_family_knows_is_read(name, monkeypatch):
         ),
         ("dots1", {"topk_method": "greedy"}, "topk_method is greedy"),
         ("olmoe", {"num_local_experts": 3}, "num_local_experts is 3, allowed: 4"),
+        ("exaone_moe", {"mlp_layer_types": ["dense"] * 4}, "mlp_layer_types is ['dense', 'dense'"),
+        ("exaone_moe", {"mlp_layer_types": ["sparse"] * 3}, "must be a list of num_hidden_layers"),
+        ("exaone_moe", {"mlp_layer_types": ["moe"] * 4}, "names: dense and sparse"),
+        (
+            "exaone_moe",
+            {"mlp_layer_types": ["sparse"] * 4, "is_moe_layer": [False, True, True, True]},
+            "is_moe_layer is [False, True, True, True], allowed: [true, true, true, true]",
+        ),
+        (
+            "exaone_moe",
+            {"first_last_k_dense_replace": 2},
+            "first_last_k_dense_replace is 2, allowed: 1",
+        ),
         ("qwen2_moe", {"attention_bias": False}, "attention_bias is False, allowed: true"),
         ("gpt_oss", {"experts_per_token": 3}, "experts_per_token is 3, allowed: 4"),
         *((name, {"mlp_bias": True}, "mlp_bias is True") for name in MIXTURES),
@@ -1085,6 +1100,21 @@ def test_fields_that_contradict_what_is_read_are_refused(name, fields, words):
     if "layer_types" in words:
         fields = fields | {"layer_types": ["full_attention"] * raw["num_hidden_layers"]}
     refused(ModelError, words, base=raw, **fields)
+
+
+def test_which_layers_of_exaone_have_experts():
+    raw = FAMILIES["exaone_moe"]
+    for fields, without in (
+        ({}, (0,)),
+        ({"first_k_dense_replace": 0}, ()),
+        ({"first_k_dense_replace": 2, "first_last_k_dense_replace": 2}, (0, 1)),
+        ({"mlp_layer_types": ["sparse", "dense", "sparse", "dense"]}, (1, 3)),
+    ):
+        assert parse_config(raw | fields).dense_layers == without
+    # The first files have this name.
+    other = parse_config(raw | {"architectures": ["ExaoneMoEForCausalLM"]})
+    usual = replace(parse_config(raw), architecture=other.architecture, raw_hash=other.raw_hash)
+    assert other == usual
 
 
 def test_a_cap_that_gemma_3_with_images_does_not_apply_is_refused():

@@ -25,6 +25,8 @@ FAMILIES = {
     "Dots1ForCausalLM": "dots1",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Exaone4ForCausalLM": "exaone4",
+    "ExaoneMoEForCausalLM": "exaone_moe",
+    "ExaoneMoeForCausalLM": "exaone_moe",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
     "Gemma3ForConditionalGeneration": "gemma3",

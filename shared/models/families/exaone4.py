@@ -4,6 +4,8 @@ with a window, layers without it are not rotated.
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..config import ModelConfig
 from ..fields import Fields
 from . import dense, olmo2
@@ -19,16 +21,17 @@ def read(fields: Fields) -> ModelConfig:
     """
     fields.only("attention_bias", False)
     fields.only("mlp_bias", False)
-    windows = dense.windows_in_pattern(fields, WINDOW, _pattern(fields))
-    full = tuple(layer for layer, window in enumerate(windows) if not window)
-    return dense.read(
-        fields,
-        kv_heads=32,
-        eps=1e-5,
-        windows=windows,
-        unrotated_layers=full if dense.window_size(fields, WINDOW) else (),
-        qk_norm=True,
-    )
+    return dense.read(fields, kv_heads=32, eps=1e-5, qk_norm=True, **windows(fields))
+
+
+def windows(fields: Fields) -> dict[str, Any]:
+    """Which layers have a window, and which are not rotated."""
+    found = dense.windows_in_pattern(fields, WINDOW, _pattern(fields))
+    full = tuple(layer for layer, window in enumerate(found) if not window)
+    return {
+        "windows": found,
+        "unrotated_layers": full if dense.window_size(fields, WINDOW) else (),
+    }
 
 
 def _pattern(fields: Fields) -> int:

@@ -49,16 +49,23 @@ def mixture(
     )
 
 
-def by_sigmoids(fields: Fields, config: ModelConfig, shared: int | None) -> ModelConfig:
+def by_sigmoids(
+    fields: Fields,
+    config: ModelConfig,
+    shared: int | None,
+    *,
+    count: str = "n_shared_experts",
+    scale: float = 1.0,
+) -> ModelConfig:
     """The same model, whose experts are chosen by sigmoids, beside some that all tokens go through:
-    `shared` of them by default.
+    the field `count` says how many. `shared` and `scale` are defaults.
     """
     return replace(
         config,
-        shared_expert_size=fields.size("n_shared_experts", shared) * config.expert_size,
+        shared_expert_size=fields.size(count, shared) * config.expert_size,
         expert_score="sigmoid",
         expert_groups=groups(fields, config),
-        expert_scale=fields.number("routed_scaling_factor", 1.0, above=True),
+        expert_scale=fields.number("routed_scaling_factor", scale, above=True),
     )
 
 
