@@ -225,6 +225,18 @@ MODELS = {
         | dict(mlp_layer_types=["sparse", "dense", "sparse"], tie_word_embeddings=True)
         | dict(num_shared_experts=2, norm_topk_prob=False, routed_scaling_factor=1.3),
     ),
+    "solar-open": (
+        "SolarOpen",
+        EXPERTS
+        | dict(n_routed_experts=8, n_group=4, topk_group=2, routed_scaling_factor=1.7)
+        | dict(head_dim=24, vocab_size=1009),
+    ),
+    "solar-open-biases": (
+        "SolarOpen",
+        EXPERTS
+        | dict(n_routed_experts=7, n_shared_experts=2, attention_bias=True, head_dim=16)
+        | dict(norm_topk_prob=False, tie_word_embeddings=True),
+    ),
     "ministral": (
         "Ministral",
         dict(sliding_window=8, head_dim=16)

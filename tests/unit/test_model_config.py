@@ -132,9 +132,11 @@ OLMOE = LLAMA | {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"}
 DOTS1 = LLAMA | {"architectures": ["Dots1ForCausalLM"], "model_type": "dots1"} | EXPERTS
 GRANITE_MOE = LLAMA | {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"}
 EXAONE_MOE = LLAMA | {"architectures": ["ExaoneMoeForCausalLM"], "model_type": "exaone_moe"}
+SOLAR = LLAMA | {"architectures": ["SolarOpenForCausalLM"], "model_type": "solar_open"}
 # And of these in test_expert_families.py.
 MIXTURES = {
     "exaone_moe": EXAONE_MOE | EXPERTS | {"num_experts": 4},
+    "solar_open": SOLAR | EXPERTS | {"n_routed_experts": 4},
     "mixtral": MIXTRAL | {"num_local_experts": 4},
     "qwen2_moe": QWEN2_MOE | {"num_experts": 4, "shared_expert_intermediate_size": 20},
     "qwen3_moe": QWEN3_MOE | {"num_experts": 4},
@@ -1090,6 +1092,7 @@ def test_every_field_that_a_family_knows_is_read(name, monkeypatch):
             {"first_last_k_dense_replace": 2},
             "first_last_k_dense_replace is 2, allowed: 1",
         ),
+        ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1, allowed: 0"),
         ("qwen2_moe", {"attention_bias": False}, "attention_bias is False, allowed: true"),
         ("gpt_oss", {"experts_per_token": 3}, "experts_per_token is 3, allowed: 4"),
         *((name, {"mlp_bias": True}, "mlp_bias is True") for name in MIXTURES),

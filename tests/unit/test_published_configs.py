@@ -221,6 +221,22 @@ PUBLISHED = {
         },
         236_571_156_352,
     ),
+    "upstage/Solar-Open-100B": (
+        {
+            "architectures": ["SolarOpenForCausalLM"], "model_type": "solar_open",
+            "partial_rotary_factor": 1.0, "hidden_size": 4096, "num_hidden_layers": 48,
+            "num_attention_heads": 64, "head_dim": 128, "num_key_value_heads": 8,
+            "vocab_size": 196608, "intermediate_size": 10240, "moe_intermediate_size": 1280,
+            "rms_norm_eps": 1e-05, "rope_theta": 1000000, "max_position_embeddings": 131072,
+            "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0, "num_experts_per_tok": 8, "tie_word_embeddings": False,
+            "first_k_dense_replace": 0, "hidden_act": "silu", "torch_dtype": "bfloat16",
+            "rope_scaling": {
+                "type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536,
+            },
+        },
+        102_651_799_552,
+    ),
     "zai-org/GLM-4.1V-9B-Thinking": (
         {
             "architectures": ["Glm4vForConditionalGeneration"], "model_type": "glm4v",

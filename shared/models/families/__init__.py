@@ -64,6 +64,7 @@ FAMILIES = {
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
+    "SolarOpenForCausalLM": "solar_open",
 }
 """Architecture -> module, which has the name of the model type."""
 PARTS = {
