@@ -237,6 +237,12 @@ MODELS = {
         | dict(n_routed_experts=7, n_shared_experts=2, attention_bias=True, head_dim=16)
         | dict(norm_topk_prob=False, tie_word_embeddings=True),
     ),
+    "hyperclovax": ("HyperCLOVAX", GRANITE | dict(logits_scaling=0.125, vocab_size=1009)),
+    "hyperclovax-biases": (
+        "HyperCLOVAX",
+        dict(attention_bias=True, mlp_bias=True, logits_scaling=0.3, head_dim=24)
+        | dict(residual_multiplier=0.7, embedding_multiplier=3.0),
+    ),
     "ministral": (
         "Ministral",
         dict(sliding_window=8, head_dim=16)

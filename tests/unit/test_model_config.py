@@ -73,8 +73,10 @@ SMOLLM3 = LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smoll
 EXAONE4 = LLAMA | {"architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4"}
 MINISTRAL = LLAMA | {"architectures": ["MinistralForCausalLM"], "model_type": "ministral"}
 CWM = LLAMA | {"architectures": ["CwmForCausalLM"], "model_type": "cwm"}
+CLOVA = LLAMA | {"architectures": ["HyperCLOVAXForCausalLM"], "model_type": "hyperclovax"}
 # Of these there is more in test_dense_families.py.
 NEWER = {
+    "hyperclovax": CLOVA,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
     "gemma4_text": GEMMA4,
@@ -1093,6 +1095,7 @@ def test_every_field_that_a_family_knows_is_read(name, monkeypatch):
             "first_last_k_dense_replace is 2, allowed: 1",
         ),
         ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1, allowed: 0"),
+        ("hyperclovax", {"use_post_norm": False}, "use_post_norm is False, allowed: true"),
         ("qwen2_moe", {"attention_bias": False}, "attention_bias is False, allowed: true"),
         ("gpt_oss", {"experts_per_token": 3}, "experts_per_token is 3, allowed: 4"),
         *((name, {"mlp_bias": True}, "mlp_bias is True") for name in MIXTURES),
@@ -1118,6 +1121,11 @@ def test_which_layers_of_exaone_have_experts():
     other = parse_config(raw | {"architectures": ["ExaoneMoEForCausalLM"]})
     usual = replace(parse_config(raw), architecture=other.architecture, raw_hash=other.raw_hash)
     assert other == usual
+
+
+def test_logits_of_hyperclova_are_multiplied():
+    config = parse_config(CLOVA | {"logits_scaling": 0.125, "head_dim": 32})
+    assert (config.logits_scale, config.attention_scale) == (0.125, 32**-0.5)
 
 
 def test_a_cap_that_gemma_3_with_images_does_not_apply_is_refused():

@@ -237,6 +237,23 @@ PUBLISHED = {
         },
         102_651_799_552,
     ),
+    "naver-hyperclovax/HyperCLOVAX-SEED-Think-14B": (
+        {
+            "architectures": ["HyperCLOVAXForCausalLM"], "attention_bias": False,
+            "attention_dropout": 0.0, "attention_multiplier": 0.0078125, "attn_pdrop": 0.0,
+            "bos_token_id": 100257, "embd_pdrop": 0.0, "embedding_multiplier": 10.0,
+            "eos_token_id": 100257, "head_dim": 128, "hidden_act": "silu", "hidden_size": 6144,
+            "initializer_range": 0.012727922061357854, "intermediate_size": 14336,
+            "logits_scaling": 0.125, "max_position_embeddings": 131072, "mlp_bias": False,
+            "model_type": "hyperclovax", "num_attention_heads": 48, "num_hidden_layers": 38,
+            "num_key_value_heads": 8, "pad_token_id": 100257, "pretraining_tp": 1,
+            "resid_pdrop": 0.0, "residual_multiplier": 1.0, "rms_norm_eps": 1e-05,
+            "rope_scaling": None, "rope_theta": 100000000, "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16", "transformers_version": "4.52.4", "use_cache": False,
+            "use_post_norm": True, "vocab_size": 110592,
+        },
+        14_748_112_896,
+    ),
     "zai-org/GLM-4.1V-9B-Thinking": (
         {
             "architectures": ["Glm4vForConditionalGeneration"], "model_type": "glm4v",
