@@ -243,6 +243,10 @@ MODELS = {
         dict(attention_bias=True, mlp_bias=True, logits_scaling=0.3, head_dim=24)
         | dict(residual_multiplier=0.7, embedding_multiplier=3.0),
     ),
+    "vaultgemma": (
+        "VaultGemma",
+        GEMMA | dict(attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
+    ),
     "ministral": (
         "Ministral",
         dict(sliding_window=8, head_dim=16)

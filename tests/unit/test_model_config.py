@@ -74,9 +74,11 @@ EXAONE4 = LLAMA | {"architectures": ["Exaone4ForCausalLM"], "model_type": "exaon
 MINISTRAL = LLAMA | {"architectures": ["MinistralForCausalLM"], "model_type": "ministral"}
 CWM = LLAMA | {"architectures": ["CwmForCausalLM"], "model_type": "cwm"}
 CLOVA = LLAMA | {"architectures": ["HyperCLOVAXForCausalLM"], "model_type": "hyperclovax"}
+VAULT = LLAMA | {"architectures": ["VaultGemmaForCausalLM"], "model_type": "vaultgemma"}
 # Of these there is more in test_dense_families.py.
 NEWER = {
     "hyperclovax": CLOVA,
+    "vaultgemma": VAULT,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
     "gemma4_text": GEMMA4,

@@ -66,6 +66,7 @@ FAMILIES = {
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
     "SolarOpenForCausalLM": "solar_open",
+    "VaultGemmaForCausalLM": "vaultgemma",
 }
 """Architecture -> module, which has the name of the model type."""
 PARTS = {
