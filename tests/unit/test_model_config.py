@@ -73,10 +73,12 @@ SMOLLM3 = LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smoll
 EXAONE4 = LLAMA | {"architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4"}
 MINISTRAL = LLAMA | {"architectures": ["MinistralForCausalLM"], "model_type": "ministral"}
 CWM = LLAMA | {"architectures": ["CwmForCausalLM"], "model_type": "cwm"}
+HELIUM = LLAMA | {"architectures": ["HeliumForCausalLM"], "model_type": "helium", "head_dim": 16}
 CLOVA = LLAMA | {"architectures": ["HyperCLOVAXForCausalLM"], "model_type": "hyperclovax"}
 VAULT = LLAMA | {"architectures": ["VaultGemmaForCausalLM"], "model_type": "vaultgemma"}
 # Of these there is more in test_dense_families.py.
 NEWER = {
+    "helium": HELIUM,
     "hyperclovax": CLOVA,
     "vaultgemma": VAULT,
     "gemma2": GEMMA2,
@@ -1097,6 +1099,7 @@ def test_every_field_that_a_family_knows_is_read(name, monkeypatch):
             "first_last_k_dense_replace is 2, allowed: 1",
         ),
         ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1, allowed: 0"),
+        ("helium", {"head_dim": 32}, "head_dim is 32, allowed: hidden_size / num_attention_heads"),
         ("hyperclovax", {"use_post_norm": False}, "use_post_norm is False, allowed: true"),
         ("qwen2_moe", {"attention_bias": False}, "attention_bias is False, allowed: true"),
         ("gpt_oss", {"experts_per_token": 3}, "experts_per_token is 3, allowed: 4"),

@@ -2,8 +2,8 @@
 have.
 
 All are from memory, with every field that the published files are known to have. The numbers of
-parameters are the published ones; of EXAONE 4.0 32B, CWM and Granite they are ours, which agree
-with what is said of them to three digits.
+parameters are the published ones; of EXAONE 4.0 32B, K-EXAONE, CWM, Granite, Solar Open, HyperCLOVA
+and Helium they are ours, which agree with what is said of them to three digits.
 """
 
 import pytest
@@ -253,6 +253,19 @@ PUBLISHED = {
             "use_post_norm": True, "vocab_size": 110592,
         },
         14_748_112_896,
+    ),
+    "kyutai/helium-1-preview-2b": (
+        {
+            "architectures": ["HeliumForCausalLM"], "attention_bias": False,
+            "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 128,
+            "hidden_act": "silu", "hidden_size": 2560, "initializer_range": 0.02,
+            "intermediate_size": 7040, "max_position_embeddings": 4096, "mlp_bias": False,
+            "model_type": "helium", "num_attention_heads": 20, "num_hidden_layers": 24,
+            "num_key_value_heads": 20, "pad_token_id": 3, "rms_norm_eps": 1e-08,
+            "rope_theta": 100000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "transformers_version": "4.48.0.dev0", "use_cache": True, "vocab_size": 48000,
+        },
+        2_172_643_840,
     ),
     "zai-org/GLM-4.1V-9B-Thinking": (
         {

@@ -43,6 +43,7 @@ FAMILIES = {
     "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granitemoe",
+    "HeliumForCausalLM": "helium",
     "HyperCLOVAXForCausalLM": "hyperclovax",
     "LlamaForCausalLM": "llama",
     "MiniMaxM2ForCausalLM": "minimax_m2",
