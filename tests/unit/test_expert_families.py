@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from twinfer.shared.checkpoint import Checkpoint
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
@@ -22,6 +23,8 @@ from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.models.spec import Experts, Mlp, MlpAndExperts, Narrow
 from twinfer.shared.models.table import parameter_count
 from twinfer.shared.weights import check_checkpoint, read_parameter
+
+from .checkpoint_tensors import stored_tensors
 
 SMALL = {
     "vocab_size": 40,
@@ -154,8 +157,6 @@ def tensors(rng, config):
 
 
 def test_experts_lie_one_below_the_other_and_each_tensor_is_needed(tmp_path):
-    from safetensors.numpy import save_file
-
     config, table = qwen3(mlp_only_layers=[1]), parameters_of(qwen3(mlp_only_layers=[1]))
     held = tensors(np.random.default_rng(0), config)
     assert "model.layers.1.mlp.gate_proj.weight" in held
@@ -189,7 +190,6 @@ def test_experts_of_gemma_4_are_one_tensor_and_its_router_has_three(tmp_path):
     file has.
     """
     import ml_dtypes
-    from safetensors.numpy import save_file
 
     table = parameters_of(gemma4())
     held = tensors(np.random.default_rng(0), gemma4())
@@ -222,6 +222,25 @@ def test_experts_of_gemma_4_are_one_tensor_and_its_router_has_three(tmp_path):
         save_file({k: v for k, v in held.items() if k != missing}, tmp_path / "model.safetensors")
         with pytest.raises(CheckpointError, match=missing):
             check_checkpoint(Checkpoint(str(tmp_path)), table)
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_the_bias_of_a_router_of_exaone_lies_in_it_or_beside_it(tmp_path, published):
+    """And what predicts further tokens is ignored by name."""
+    named = {"architectures": ["ExaoneMoeForCausalLM"]}
+    table = parameters_of(parse_config(named | SMALL | QWEN))
+    name = "mlp.e_score_correction_bias" if published else "mlp.gate.e_score_correction_bias"
+    tensors = {
+        key.replace("mlp.gate.e_score_correction_bias", name): np.full(shape, 0.5, np.float32)
+        for key, shape in stored_tensors(table).items()
+    }
+    assert f"model.layers.1.{name}" in tensors
+    tensors["mtp.layers.0.self_attn.q_proj.weight"] = np.ones((2, 2), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    check_checkpoint(checkpoint, table)
+    read = read_parameter(checkpoint, table.layer(1)["router_bias"], 1)
+    np.testing.assert_array_equal(read, np.full(3, 0.5, np.float32))
 
 
 def test_a_factor_that_is_not_exact_needs_float32():
