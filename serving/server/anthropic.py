@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
-
 from ...shared.errors import RequestError
 from ...shared.models.fields import show
-from .fields import ChatRequest, named_as, read_fields
+from .as_chat import AsChat
+from .fields import ChatRequest
 
 SAME = ("model", "stream", "max_tokens", "temperature", "top_p", "top_k")
 """Fields that a chat has under the same name, as it has all those that are not named here."""
@@ -30,12 +29,25 @@ ASKED_BY_FALSE = ("continue_final_message", "parallel_tool_calls")
 THINKING = ("enabled", "adaptive", "disabled")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """Of `tool_choice`, beside `tool`."""
+NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "reasoning_effort": "output_config.effort",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "continue_final_message": "messages",
+    "messages": "messages",
+}
+"""Fields of a chat, and what they are called here."""
+TOOL_NAMES = {"].function.parameters": "].input_schema", "].function": "]"}
+"""The same of parts of a tool."""
 
 
-class MessagesRequest(BaseModel):
+class MessagesRequest(AsChat):
     """What a message is made from. All that was said comes with each call."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    names = NAMES
+    tool_names = TOOL_NAMES
     refused: ClassVar[Mapping[str, str]] = {
         "compaction": "is not supported",
         "container": "this server has none",
@@ -59,7 +71,6 @@ class MessagesRequest(BaseModel):
     messages: list[dict[str, Any]]
     max_tokens: int
     model: str | None = None
-    stream: bool | None = None
     system: str | list[dict[str, Any]] | None = None
     stop_sequences: list[str] | None = None
     temperature: float | None = None
@@ -89,15 +100,7 @@ class MessagesRequest(BaseModel):
                 raise RequestError("messages", "end with a tool_use: its tool_result has to follow")
             body["continue_final_message"] = True
         body |= self._choice() | self._thought(body.get("chat_template_kwargs")) | self._output()
-        try:
-            chat: ChatRequest = read_fields(ChatRequest, body)
-        except RequestError as error:
-            raise self.named(error) from None
-        return chat
-
-    def named(self, error: RequestError) -> RequestError:
-        """An error about a chat's fields by the names that they have here."""
-        return named_as(error, NAMES, TOOL_NAMES)
+        return self.read_chat(body)
 
     def _tools(self) -> list[dict[str, Any]] | None:
         if self.tools is None:
@@ -187,20 +190,6 @@ class CountRequest(MessagesRequest):
     """The body of /v1/messages/count_tokens."""
 
     max_tokens: int | None = None  # type: ignore[assignment]
-
-
-NAMES = {
-    "stop": "stop_sequences",
-    "response_format": "output_config.format",
-    "response_format.json_schema.schema": "output_config.format.schema",
-    "reasoning_effort": "output_config.effort",
-    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
-    "continue_final_message": "messages",
-    "messages": "messages",
-}
-"""Fields of a chat, and what they are called here."""
-TOOL_NAMES = {"].function.parameters": "].input_schema", "].function": "]"}
-"""The same of parts of a tool."""
 
 
 def _system(given: str | list[dict[str, Any]] | None) -> str:

@@ -48,6 +48,7 @@ from .answers import (
     message_of,
 )
 from .anthropic import CountRequest, MessagesRequest
+from .as_chat import AsChat
 from .cors import shared
 from .doors import Doors, Load, TooLarge, too_large
 from .events import log_failure, piece_events, told_events
@@ -489,7 +490,7 @@ class Server:
         return _json(200, {"input_tokens": len(ids)})
 
     async def _begin_other(
-        self, request: Request, body: ResponsesRequest | MessagesRequest
+        self, request: Request, body: AsChat
     ) -> tuple[ChatRequest, Live, Reader]:
         """Sends the chat to the engine that a call of another API asks for. Errors have the names
         that fields have there.

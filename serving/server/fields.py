@@ -618,24 +618,6 @@ def renamed(
     return type(error)(name, reason, other)
 
 
-def named_as(
-    error: RequestError, names: Mapping[str, str], tool_names: Mapping[str, str]
-) -> RequestError:
-    """An error about a chat by the names of another API, of which the chat was made. `names` are
-    those of fields; of messages, which stand in other places there, the whole is named.
-    `tool_names`: of parts of a tool.
-    """
-    field = error.field
-    first = re.split(r"[.\[]", field, maxsplit=1)[0]
-    name = names.get(field)
-    if name is None and first == "tools":
-        part = next((part for part in tool_names if part in field), "")
-        name = field.replace(part, tool_names[part]) if part else field
-    elif name is None and first in names:
-        name = names[first] if first == "messages" else names[first] + field[len(first) :]
-    return renamed(error, names if name is None else {**names, field: name})
-
-
 def answer_form(form: dict[str, Any] | None) -> dict[str, Any] | None:
     """What `structured_outputs` has for a `response_format`. Raises RequestError."""
     kind = "text" if form is None else form.get("type")

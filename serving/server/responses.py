@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
-
 from ...shared.errors import RequestError
 from ...shared.models.fields import show
-from .fields import ChatRequest, named_as, read_arguments, read_fields
+from .as_chat import AsChat
+from .fields import ChatRequest, read_arguments
 
 SCORES = "message.output_text.logprobs"
 """What `include` names to have log-probabilities."""
@@ -22,12 +21,24 @@ INCLUDABLE = (
 """What it may name. Of the others no answer here has anything."""
 SAME = ("model", "stream", "temperature", "top_p")
 """Fields that a chat has under the same name, as it has all those that are not named here."""
+NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "messages": "input",
+    "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+    "tool_choice.allowed_tools.mode": "tool_choice.mode",
+}
+"""Fields of a chat, and what a response calls them."""
+TOOL_NAMES = {"].function": "]"}
+"""The same of parts of a tool."""
 
 
-class ResponsesRequest(BaseModel):
+class ResponsesRequest(AsChat):
     """What a response is made from. All that was said comes with each call: nothing is stored."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    names = NAMES
+    tool_names = TOOL_NAMES
     refused: ClassVar[Mapping[str, str]] = {
         "previous_response_id": "nothing is stored here: send all that was said as input",
         "conversation": "nothing is stored here: send all that was said as input",
@@ -53,7 +64,6 @@ class ResponsesRequest(BaseModel):
 
     input: str | list[dict[str, Any]]
     model: str | None = None
-    stream: bool | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -113,15 +123,7 @@ class ResponsesRequest(BaseModel):
             body["response_format"] = {"type": form.get("type"), "json_schema": form}
         if self.reasoning is not None:
             body["reasoning_effort"] = self.reasoning.get("effort")
-        try:
-            chat: ChatRequest = read_fields(ChatRequest, body)
-        except RequestError as error:
-            raise self.named(error) from None
-        return chat
-
-    def named(self, error: RequestError) -> RequestError:
-        """An error about a chat's fields by the names that they have here."""
-        return named_as(error, NAMES, TOOL_NAMES)
+        return self.read_chat(body)
 
     def _tools(self) -> list[dict[str, Any]] | None:
         if self.tools is None:
@@ -157,19 +159,6 @@ class ResponsesRequest(BaseModel):
             "top_p": self.top_p,
             "truncation": "disabled",
         }
-
-
-NAMES = {
-    "max_completion_tokens": "max_output_tokens",
-    "reasoning_effort": "reasoning.effort",
-    "messages": "input",
-    "response_format": "text.format",
-    "response_format.json_schema.schema": "text.format.schema",
-    "tool_choice.allowed_tools.mode": "tool_choice.mode",
-}
-"""Fields of a chat, and what a response calls them."""
-TOOL_NAMES = {"].function": "]"}
-"""The same of parts of a tool."""
 
 
 def _function(tool: Any) -> dict[str, Any]:
