@@ -27,9 +27,9 @@ MODULES = {
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
 }
 """Distributions whose module has another name."""
-BROUGHT = {"triton", "pytest"}
-"""Imported, and named by no extra: torch brings Triton; pytest loads the plug-in, so it is
-there.
+BROUGHT = {"triton", "pydantic_core", "pytest"}
+"""Imported, and named by no extra: torch brings Triton, pydantic its core; pytest loads the
+plug-in, so it is there.
 """
 TAKEN_BY_NAME = {"httptools", "uvloop"}
 """Never imported by a statement: uvicorn takes the one, `import_module` the other."""
