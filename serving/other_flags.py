@@ -60,9 +60,8 @@ _ANSWERS = (
         "--lora-extra-vocab-size --lora-target-modules --max-cpu-loras --specialize-active-lora",
     ),
     (
-        "speculative decoding is not supported; leave it out",
-        "--speculative-config --speculative-model --num-speculative-tokens -sc "
-        "--num-lookahead-slots",
+        "see --speculative-config",
+        "--speculative-model --num-speculative-tokens -sc --num-lookahead-slots",
     ),
     (
         "weights and the KV cache stay on the devices; leave it out",

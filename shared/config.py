@@ -23,6 +23,7 @@ from .compilation_config import (
     resolve_compilation,
 )
 from .demand import ANYTHING, Demand
+from .drafts import SpeculativeConfig
 from .engine_config import (
     BACKEND_CHOICES,
     BACKENDS,
@@ -132,6 +133,7 @@ class ResolvedConfig:
     scheduling_policy: str
     async_scheduling: bool
     decode_steps: int
+    speculative_config: SpeculativeConfig | None
     priority_window: int
     watermark: float
     compilation: ResolvedCompilation
@@ -312,6 +314,7 @@ def resolve(
             ("kv_cache_dtype", cache, dtype),
             ("page_groups", config.page_groups, True),
             ("aot_folder", config.aot_folder, None),  # its programs give no streams
+            ("speculative_config", config.speculative_config, None),
         ):
             if value != kept:
                 raise ConfigError(f"capture: keeps steps with {name} {kept}, got {value}")
@@ -331,6 +334,8 @@ def resolve(
         "page_size": page,
         "page_groups": defaults.page_groups(compilation),
         "compilation": compilation,
+        "async_scheduling": defaults.async_scheduling(sequences),
+        "speculative_config": config.speculative(),
         "scan_layers": defaults.scan_layers() if config.backend == "jax" else False,
         "demand": defaults.demand,
     }
@@ -385,11 +390,36 @@ class _Defaults:
             self.changes.append(Change("longrope factors", "short", "long", why))
         return length
 
+    def async_scheduling(self, sequences: int) -> bool:
+        """Raises ConfigError for guesses that there is no room for, or that nobody waits for."""
+        config, drafts = self.config, self.config.speculative()
+        if drafts is None:
+            return config.async_scheduling is not False
+        least = drafts.num_speculative_tokens + 1
+        if sequences < least:
+            raise ConfigError(
+                f"max_num_seqs: got {sequences}, allowed is at least {least} with "
+                f"{least - 1} guesses (speculative_config): each takes a request's place in a step"
+            )
+        for name, value in (
+            ("async_scheduling", config.async_scheduling),
+            ("decode_steps", config.decode_steps > 1),
+        ):
+            if value:
+                raise ConfigError(
+                    f"{name}: got {getattr(config, name)}, and speculative_config: guesses follow "
+                    "tokens that the host has read; leave one out"
+                )
+        self.changes.append(Change("async_scheduling", None, False, "guesses follow what was read"))
+        return False
+
     def max_num_seqs_and_page_size(self, length: int) -> tuple[int, int]:
         """Both at once: fewer requests where the page table of more would not fit."""
         config, platform = self.config, self.device.platform
         most = 16 if self._on_cpu else 256
-        default = self.demand.fitting_requests(most)
+        # Guesses take the places of requests.
+        guesses = self.config.speculative() is not None
+        default = most if guesses else self.demand.fitting_requests(most)
         why = (
             f"default on {platform}"
             if default == most

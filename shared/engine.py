@@ -742,6 +742,7 @@ def scheduler_config(
         watermark=config.watermark,
         decode_steps=config.decode_steps,
         groups=groups,
+        drafts=config.speculative_config,
     )
 
 

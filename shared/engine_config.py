@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 from .compilation_config import CompilationConfig, CUDAGraphMode
+from .drafts import SpeculativeConfig
 from .errors import ConfigError
 from .jax_config import MAX_SHARDS
 from .kv_config import KV_DTYPES
@@ -83,9 +84,20 @@ def _compilation(value: Any) -> CompilationConfig:
     return CompilationConfig.from_options(value)
 
 
+def _speculative(value: Any) -> SpeculativeConfig | None:
+    if value is None or isinstance(value, SpeculativeConfig):
+        return value
+    if not isinstance(value, Mapping):
+        raise Refusal
+    return SpeculativeConfig.from_options(value)
+
+
 DEVICE = Built(_device, f"{', '.join(DEVICES)}, and a number behind a kind", "|".join(DEVICES))
 COMPILATION = Built(
     _compilation, "a CompilationConfig, or a mapping of its fields", "JSON", reads=json_object
+)
+SPECULATIVE = Built(
+    _speculative, "a SpeculativeConfig, or a mapping of its fields", "JSON", reads=json_object
 )
 
 _engine = partial(option, owner="engine")
@@ -196,7 +208,14 @@ class EngineConfig:
     enable_chunked_prefill: bool = _scheduler(
         True, Switch(), help="spread a long prompt over steps"
     )
-    async_scheduling: bool = _scheduler(True, Switch(), help="two steps in flight")
+    async_scheduling: bool | None = _scheduler(
+        None, Switch(), help="two steps in flight", usual="on, but with speculative-config off"
+    )
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None = _scheduler(
+        None, SPECULATIVE,
+        help="guess tokens and compute them ahead (docs/serving.md); the output is the same",
+        usual="no guesses",
+    )  # fmt: skip
     page_size: int | None = _cache(
         None, Choice(PAGE_SIZES, "a power of two from 1 to 256"), help="tokens of a page",
         shapes=True,
@@ -330,6 +349,10 @@ class EngineConfig:
                 )
             values[entry.copy_of] = value
         return replace(config, **values)
+
+    def speculative(self) -> SpeculativeConfig | None:
+        """`speculative_config` as what it stands for."""
+        return _speculative(self.speculative_config)
 
     def check_owners(self) -> None:
         """Raise ConfigError for an option of another backend than the one that runs."""

@@ -17,6 +17,7 @@ from .request_table import (
     POSITION,
     PROCESSED,
     PROCESSOR_FIELDS,
+    SAMPLE_ROWS,
     UNKNOWN,
     RequestTable,
     ScheduledStep,
@@ -80,7 +81,7 @@ def pack(
         shape=shape,
         sampler=SAMPLERS[level],
         batch=_batch(step, table, shape),
-        sampling=_sampling(step),
+        sampling=_sampling(step, table),
         processors=processors,
         logprobs=step.group.logprobs,
         prompt_targets=None if step.decode_only else _prompt_targets(step, table),
@@ -178,6 +179,8 @@ def _batch(step: ScheduledStep, table: RequestTable, shape: StepShape) -> np.nda
         sample_index[:num_requests] = last - 1
         counts[0] = step.num_single
     token_ids[:num_tokens] = table.tokens_flat.take(first_token + token_positions)
+    if step.drafts is not None:
+        token_ids[step.drafts.places] = step.drafts.tokens
     positions[:num_tokens] = token_positions
     for number, page_group in enumerate(table.groups):
         page_size, first_slot = page_group.page_size, number * step.descriptor.tokens
@@ -207,12 +210,15 @@ def _rows_of(step: ScheduledStep, shape: StepShape) -> np.ndarray:
     return group.batch[1]
 
 
-def _sampling(step: ScheduledStep) -> np.ndarray:
+def _sampling(step: ScheduledStep, table: RequestTable) -> np.ndarray:
     """The sampling buffer: fields that stay, and the positions of the tokens that are sampled."""
     fields = step.group.sampling(step.descriptor.requests).copy()
     fields[POSITION, : len(step.group)] = (
         step.ends if step.decode_only else step.ends * step.samples
     )
+    if step.drafts is not None:
+        # What is sampled behind a guess may not be the last token of its row.
+        fields[SAMPLE_ROWS, step.drafts.places] = table.max_rows
     return fields.reshape(-1)
 
 

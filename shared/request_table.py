@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from ..bucketing import Descriptor
+from .drafts import Drafts
 from .errors import InternalError
 from .page_groups import PageGroup, base_page, widest
 from .request import Request
@@ -186,6 +187,7 @@ class ScheduledStep:
     `num_releases` is the request table's when the step was made: while that stays, so do all
     tenants. `new_pages` are the entries that page tables got for this step, `new_tokens` what
     histories got if its sampler reads them. Of a `loop`, all else says what its first step does.
+    With `drafts` a request has several entries of the group.
     """
 
     descriptor: Descriptor
@@ -200,6 +202,7 @@ class ScheduledStep:
     new_pages: NewPages
     new_tokens: NewTokens | None = None
     loop: Loop | None = None
+    drafts: Drafts | None = None
 
     @property
     def requests(self) -> Sequence[Request]:

@@ -33,14 +33,17 @@ from typing import NamedTuple
 import numpy as np
 
 from ..bucketing import PaddingAccount, Table
+from .drafts import Drafts, look_up
 from .errors import ConfigError, InternalError, OutsideTable, RequestError
 from .kv_manager import KVManager
 from .page_groups import longest
 from .prefix_cache import PrefixCache
 from .request import FinishReason, Request, RequestState, WaitingQueue
-from .request_table import PROCESSED, Group, Loop, RequestTable, ScheduledStep, StepEvents
+from .request_table import MASKED, PROCESSED, Group, Loop, RequestTable, ScheduledStep, StepEvents
 from .scheduler_config import SchedulerConfig
 from .step_results import count_iterations, count_taken, find_finished, flatten
+
+_NO_GUESSES = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,12 @@ class SchedulerMetrics:
     """Tokens computed for padding, over all tokens computed."""
     errors: int
     """Requests that ended with ERROR: a logit was not finite."""
+    drafts: int = 0
+    """How often a request had guesses in a step."""
+    draft_tokens: int = 0
+    """These guesses."""
+    accepted_tokens: int = 0
+    """Those of them that were right."""
 
 
 class _Chunk(NamedTuple):
@@ -125,6 +134,7 @@ class Scheduler:
         self._arrivals = 0
         self._preemptions = 0
         self._errors = 0
+        self._num_drafts = self._num_draft_tokens = self._num_accepted = 0
 
     def _begin_books(self) -> None:
         """Tables and pages of a worker that holds nothing."""
@@ -253,7 +263,9 @@ class Scheduler:
         if chunks:
             step = self._mixed_step(group, starts, chunks)
         elif group.requests:
-            step = self._step(group, starts, starts + 1, loop=loop)
+            step = self._draft_step(group, starts) or self._step(
+                group, starts, starts + 1, loop=loop
+            )
         else:
             return None
         self._in_flight.append(step)
@@ -526,6 +538,64 @@ class Scheduler:
             both, np.concatenate((starts, first)), np.concatenate((starts + 1, last)), last - first
         )
 
+    def _draft_step(self, group: Group, starts: np.ndarray) -> ScheduledStep | None:
+        """The step of decodes with guesses of what follows, as many as programs have room for; None
+        where there are none.
+
+        A guess is an entry of its own, one token long, which reads what the entries before it
+        write: so it is a mixed step. Samplers that read histories or masks, which are those of the
+        last token that is known, get no guesses.
+        """
+        config, table = self.config.drafts, self.table
+        if config is None or group.level >= MASKED or (starts + 1 < group.min_total).any():
+            return None
+        room = min(self.programs.max_requests, self.config.max_num_batched_tokens) - len(group)
+        found: list[np.ndarray] = []
+        for row, start in zip(group.rows.tolist(), starts.tolist(), strict=True):
+            guesses = _NO_GUESSES
+            if table.alone[row]:
+                most = min(
+                    config.num_speculative_tokens, room, int(table.max_total[row]) - start - 2
+                )
+                guesses = look_up(table.tokens[row, : start + 1], config, most)
+                guesses = guesses[: self._room_behind(row, start, len(guesses))]
+            room -= len(guesses)
+            found.append(guesses)
+        counts = np.array([len(guesses) + 1 for guesses in found], np.int64)
+        owner = group.indices.repeat(counts)
+        heads = np.cumsum(counts) - counts
+        within = np.arange(len(owner)) - heads[owner]
+        descriptor = self.programs.decide(len(owner), len(owner), 2)
+        if len(owner) == len(group) or descriptor is None:
+            return None
+        both = group.select(owner)
+        self.padding.record(descriptor, len(owner))
+        first = starts[owner] + within
+        return ScheduledStep(
+            descriptor=descriptor,
+            group=both,
+            starts=first,
+            ends=first + 1,
+            num_single=len(owner),
+            num_tokens=len(owner),
+            decode_only=False,
+            num_releases=table.num_releases,
+            new_pages=table.take_new_pages(),
+            drafts=Drafts(heads, counts, np.flatnonzero(within), np.concatenate(found)),
+        )
+
+    def _room_behind(self, row: int, start: int, wanted: int) -> int:
+        """How many of the tokens behind position `start` have pages, up to `wanted`; for these it
+        takes pages that nobody else needs now.
+        """
+        table, place = self.table, np.array([row])
+        last = np.array([start + wanted])
+        while table.capacity[row] <= start + wanted:
+            if self.kv.available <= self.reserve + len(self.groups):
+                break
+            self._grow(place, last)
+        return min(wanted, int(table.capacity[row]) - 1 - start)
+
     def _step(
         self,
         group: Group,
@@ -578,6 +648,8 @@ class Scheduler:
             raise InternalError("a step was updated that is not the oldest one in flight")
         if step.loop is not None:
             return self._update_loop(step, step.loop, np.asarray(tokens))
+        if step.drafts is not None:
+            return self._update_drafts(step, step.drafts, np.asarray(tokens))
         if len(tokens) < len(step.group):
             raise InternalError(
                 f"a step of {len(step.group)} requests came back with {len(tokens)} tokens"
@@ -621,11 +693,42 @@ class Scheduler:
         if is_void:
             live = live[:0]
         group, ends, taken = step.group.select(live), step.ends[live], tokens[:, live]
-        rows, requests = group.rows, group.requests
         if stopped_early:
             # Neither the steps that were left out nor a loop chained to this one happened.
-            table.computed[rows] = ends - 1 + done
+            table.computed[group.rows] = ends - 1 + done
         counts, last = count_taken(group.stop_ids, taken)
+        return self._take_several(group, ends, taken, counts, last, np.tile(live, (len(taken), 1)))
+
+    def _update_drafts(self, step: ScheduledStep, drafts: Drafts, tokens: np.ndarray) -> StepEvents:
+        if len(tokens) < len(step.group):
+            raise InternalError(
+                f"a step of {len(step.group)} entries came back with {len(tokens)} tokens"
+            )
+        self._in_flight.popleft()
+        table, sampled = self.table, tokens[: len(step.group)]
+        heads = drafts.heads
+        live = np.flatnonzero(table.epoch[step.rows[heads]] == step.group.epochs[heads])
+        group, ends = step.group.select(heads[live]), step.ends[heads[live]]
+        taken, most = drafts.by_request(sampled)[:, live], drafts.kept(sampled)[live]
+        counts, last = count_taken(group.stop_ids, taken, most)
+        # Requests go on by several tokens, each by its own number.
+        self._steps_left = 0
+        table.computed[group.rows] = ends + counts - 1
+        self._num_drafts += int((drafts.counts[live] > 1).sum())
+        self._num_draft_tokens += int(drafts.counts[live].sum()) - len(live)
+        self._num_accepted += int(counts.sum()) - int((counts > 0).sum())
+        indices = heads[live] + np.arange(len(taken))[:, None]
+        return self._take_several(group, ends, taken, counts, last, indices)
+
+    def _take_several(
+        self, group: Group, ends: np.ndarray, taken: np.ndarray, counts: np.ndarray,
+        last: np.ndarray, indices: np.ndarray,
+    ) -> StepEvents:  # fmt: skip
+        """Take the first `counts` [R] of the tokens `taken` [m, R] of a group, which stand from
+        position `ends` [R] on. See `count_taken` for `last`. `indices` [m, R]: entries of the
+        step's output.
+        """
+        table, rows, requests = self.table, group.rows, group.requests
         broken = last < 0
         owner, iteration, flat = flatten(taken, counts)
         table.tokens_flat[rows[owner] * table.max_model_len + ends[owner] + iteration] = flat
@@ -642,7 +745,11 @@ class Scheduler:
         ended += [requests[index] for index in failed if counts[index]]
         failures = [requests[index] for index in failed if not counts[index]]
         return StepEvents(
-            [requests[index] for index in owner.tolist()], flat, live[owner], ended, failures
+            [requests[index] for index in owner.tolist()],
+            flat,
+            indices[iteration, owner],
+            ended,
+            failures,
         )
 
     # Upkeep
@@ -658,6 +765,9 @@ class Scheduler:
             preemptions=self._preemptions,
             padded_share=self.padding.padded_share,
             errors=self._errors,
+            drafts=self._num_drafts,
+            draft_tokens=self._num_draft_tokens,
+            accepted_tokens=self._num_accepted,
         )
 
     def reset_prefix_cache(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from .drafts import SpeculativeConfig
 from .errors import ConfigError
 from .page_groups import PageGroup, base_page, check_groups
 
@@ -30,6 +31,7 @@ class SchedulerConfig:
                             later
     decode_steps            decode steps that one step may hold (a loop) while no request needs the
                             host between tokens
+    drafts                  how tokens are guessed and computed ahead; None: they are not
     """
 
     max_num_seqs: int
@@ -45,6 +47,7 @@ class SchedulerConfig:
     watermark: float = 0.01
     decode_steps: int = 1
     groups: tuple[PageGroup, ...] = ()
+    drafts: SpeculativeConfig | None = None
 
     @property
     def page_groups(self) -> tuple[PageGroup, ...]:
@@ -82,6 +85,12 @@ class SchedulerConfig:
             # The device keeps one token per row, so a row can have one token that is computed with
             # but not read.
             raise ConfigError(f"pipeline_depth: got {self.pipeline_depth}, allowed are 1 and 2")
+        if self.drafts is not None and (self.pipeline_depth, self.decode_steps) != (1, 1):
+            # Guesses follow a token that the host has read.
+            raise ConfigError(
+                f"drafts: need pipeline_depth 1 and decode_steps 1, got {self.pipeline_depth} and "
+                f"{self.decode_steps}"
+            )
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark: got {self.watermark}, allowed is 0 to less than 1")
         check_groups(self.page_groups)

@@ -138,9 +138,10 @@ def sampling_layout(requests: int) -> Layout:
     """What every sampler reads, one entry per request. `ops/reference/sampling.py` defines the
     fixed-point numbers.
 
-    sample_rows  row of `last_tokens` that takes the token; max_rows where nothing is sampled
-                 (padding, prompts)
-    position     position that the sampled token will have; the noise depends on it
+    sample_rows  row of `last_tokens` that takes the token; max_rows where no later step reads it
+                 there (padding, prompts, what is sampled behind a guess)
+    position     position that the sampled token will have; the noise depends on it. 0 where
+                 nothing is sampled
     seed_lo/hi   the request's 64-bit seed
     greedy       1: take the most probable token
     top_k        largest number of tokens kept; 0 is off

@@ -43,15 +43,20 @@ def count_iterations(tokens: np.ndarray, requests: int, loop: Loop, is_void: boo
     )
 
 
-def count_taken(stop_ids: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def count_taken(
+    stop_ids: np.ndarray, tokens: np.ndarray, most: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """How many of the tokens [m, n] of a loop each request takes, and the last that it looks at.
 
-    All up to the first of its `stop_ids` [n, any], without that one if it is no token.
+    All up to the first of its `stop_ids` [n, any], without that one if it is no token; no more than
+    `most` [n], at least 1, if that is given.
     """
     done, width = tokens.shape
     if not done or not width:
         return np.zeros(width, np.int64), np.zeros(width, np.int64)
     is_end = (stop_ids == tokens[:, :, None]).any(axis=2) | (tokens < 0)
+    if most is not None:
+        is_end |= np.arange(1, done + 1)[:, None] == most
     looked_at = np.where(is_end.any(axis=0), is_end.argmax(axis=0) + 1, done)
     last = tokens[looked_at - 1, np.arange(width)]
     return looked_at - (last < 0), last

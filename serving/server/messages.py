@@ -96,6 +96,9 @@ class Gauges(msgspec.Struct, array_like=True):
     preemptions: int = 0
     padded_share: float = 0.0
     errors: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     late_compilations: int = 0
 
 

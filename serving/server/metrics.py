@@ -143,6 +143,9 @@ class _Readings(Collector):
             ("prefix_cache_hits", "tokens found there", gauges.prefix_hits),
             ("num_preemptions", "requests that gave way to others", gauges.preemptions),
             ("corrupted_requests", "requests whose logits were not finite", gauges.errors),
+            ("spec_decode_num_drafts", "how often a request had guesses in a step", gauges.drafts),
+            ("spec_decode_num_draft_tokens", "tokens that were guessed", gauges.draft_tokens),
+            ("spec_decode_num_accepted_tokens", "guesses that were right", gauges.accepted_tokens),
             ("engine_steps", "steps that brought something", counters.steps),
             (
                 "recompiles_after_ready",

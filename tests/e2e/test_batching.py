@@ -119,6 +119,7 @@ def test_both_backends_give_the_same_tokens(alone):
     assert alone("jax") == alone("torch")
 
 
+GUESSES = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 VARIANTS = {
     "plain": {},
     "no chunks": {"enable_chunked_prefill": False},
@@ -129,13 +130,15 @@ VARIANTS = {
     "tiny cache": {"num_pages": 24},
     "tiny cache, no prefix cache": {"num_pages": 24, "enable_prefix_caching": False},
     "priorities": {"scheduling_policy": "priority", "num_pages": 30},
+    "guesses": {"speculative_config": GUESSES},
+    "guesses in a tiny cache": {"speculative_config": GUESSES, "num_pages": 24},
 }
 
 
 # The JAX worker, whose programs take half a minute of compiling for each, is given all of them in
 # `make test-slow`.
-ON_A_GPU = ["plain", "tiny cache"]
-IN_OTHERS = ["no prefix cache", "neither"]
+ON_A_GPU = ["plain", "tiny cache", "guesses"]
+IN_OTHERS = ["no prefix cache", "neither", "guesses in a tiny cache"]
 """Of which there is one more that has their options beside others."""
 MARKS = dict.fromkeys(ON_A_GPU, pytest.mark.gpu) | dict.fromkeys(IN_OTHERS, pytest.mark.slow)
 CASES = [

@@ -351,7 +351,7 @@ def test_prompts_stay_in_the_order_in_which_they_were_typed(tmp_path):
 
 ELSEWHERE = """
     --tokenizer --tokenizer-mode --revision --hf-token --download-dir --trust-remote-code --seed -q
-    --limit-mm-per-prompt --enable-lora --speculative-config --swap-space --cpu-offload-gb
+    --limit-mm-per-prompt --enable-lora --speculative-model --swap-space --cpu-offload-gb
     --pipeline-parallel-size -pp --enable-expert-parallel --reasoning-parser --max-log-len
     --enable-auto-tool-choice --chat-template-content-format --trust-request-chat-template
     --response-role --middleware --ssl-ca-certs --uvicorn-log-level --disable-log-stats

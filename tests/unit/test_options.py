@@ -16,6 +16,7 @@ from twinfer.serving.flags import NAMED_APART, destination, engine_options
 from twinfer.serving.parser import join_values
 from twinfer.shared.compilation_config import CompilationConfig, CUDAGraphMode
 from twinfer.shared.config import DeviceInfo, EngineConfig, ResolvedConfig, resolve
+from twinfer.shared.drafts import SpeculativeConfig
 from twinfer.shared.engine import scheduler_config
 from twinfer.shared.errors import ConfigError, RequestError
 from twinfer.shared.models.config_json import load_config
@@ -246,6 +247,7 @@ TYPED = {
     "watermark": ("0.5", 0.5),
     "enable_chunked_prefill": (None, False),
     "async_scheduling": (None, False),
+    "speculative_config": ('{"num_speculative_tokens": 3}', SpeculativeConfig(3)),
     "page_size": ("32", 32),
     "memory_utilization": ("0.5", 0.5),
     "kv_cache_memory": ("4G", 4 << 30),

@@ -24,7 +24,7 @@ OF_LLM = {
     "revision": ("main", "nothing is downloaded: hf download --revision"),
     "tokenizer_mode": ("slow", "the files in MODEL's folder decide"),
     "enable_lora": (True, "adapters are not supported"),
-    "speculative_config": ({}, "speculative decoding is not supported"),
+    "num_speculative_tokens": (3, "see speculative_config"),
     "cpu_offload_gb": (4, "stay on the devices"),
     "swap_space": (np.zeros(2), "stay on the devices"),
     "pipeline_parallel_size": (2, "tensor_parallel_size"),
@@ -54,7 +54,7 @@ def test_values_of_vllm_are_answered():
 
 
 def test_what_asks_for_nothing_is_no_error():
-    given = {"speculative_config": None, "enable_lora": False, "trust_remote_code": False}
+    given = {"num_speculative_tokens": None, "enable_lora": False, "trust_remote_code": False}
     assert other_flags.checked_options({**given, "max_num_seqs": 3}) == {"max_num_seqs": 3}
     with pytest.raises(ConfigError, match=r"unknown option 'max_seqs'.*max_num_seqs"):
         LLM("demo", progress=False, max_seqs=None)

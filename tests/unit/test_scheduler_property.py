@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,12 +24,14 @@ from hypothesis import Phase, event, find, given, settings
 from hypothesis import strategies as st
 
 from twinfer.bucketing import Table, decode_ladder, mixed_ladder
+from twinfer.shared import packer
+from twinfer.shared.drafts import Drafts, SpeculativeConfig
 from twinfer.shared.errors import InternalError
 from twinfer.shared.kv_manager import KVManager
 from twinfer.shared.packer import pack
 from twinfer.shared.page_groups import PageGroup, pages_for
 from twinfer.shared.request import FinishReason, Request, RequestState
-from twinfer.shared.request_table import RequestTable
+from twinfer.shared.request_table import POSITION, SAMPLING_FIELDS, RequestTable
 from twinfer.shared.sampling_encoding import FAR, ONE, encode_sampling
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.scheduler import Scheduler
@@ -304,7 +307,7 @@ class MockWorker:
             layout = processor_layout(requests, step.shape, step.sampler)
             processors = layout.views(with_all_entries(layout, step.processors))
         tokens = np.full(requests, 7)
-        for index in np.flatnonzero(fields["sample_rows"] < step.shape.max_rows).tolist():
+        for index in np.flatnonzero(fields["position"] > 0).tolist():
             values = {name: int(column[index]) for name, column in fields.items()}
             # Each program knows less than the one after it: a step sent to the wrong one gives
             # wrong tokens.
@@ -363,6 +366,7 @@ class Run:
         )
         self.worker = MockWorker(config, self.shape, self.stops_early)
         self.loops = 0
+        self.known: dict[str, tuple[list[int], FinishReason]] = {}
 
     def go(self) -> None:
         """Run to the end; a bound on the turns is the proof that nothing starves."""
@@ -376,6 +380,24 @@ class Run:
             if self.in_flight and (stuck or full or self.eager[turn % len(self.eager)]):
                 self.read()
         raise AssertionError(f"not done after {turn} turns: {self.scheduler.metrics()}")
+
+    def expected(self, request: Request) -> tuple[list[int], FinishReason]:
+        """See `expected_output`; made once, as it takes long."""
+        name = request.request_id
+        if name not in self.known:
+            self.known[name] = expected_output(request, self.config.page_groups)
+        return self.known[name]
+
+    def guess(self, tokens: np.ndarray, config: SpeculativeConfig, most: int) -> np.ndarray:
+        """What follows in the text of a request that begins so, with a mistake in some places."""
+        size, found = len(tokens), tokens[:0]
+        for request in self.scheduler.requests.values():
+            text = np.concatenate((request.prompt, self.expected(request)[0]))
+            if len(text) > size and np.array_equal(text[:size], tokens):
+                found = text[size : size + max(0, most)].astype(np.int32)
+                break
+        wrong = mix(np.arange(len(found)), size, 5) % U64(4) == 0
+        return np.where(wrong, (found + 1) % VOCABULARY, found).astype(np.int32)
 
     def come_and_go(self, turn: int) -> None:
         for plan in self.plans:
@@ -455,7 +477,7 @@ class Run:
         """Right tokens and reasons, and nothing left behind."""
         for plan in self.plans:
             request = plan.request
-            output, reason = expected_output(request, self.config.page_groups)
+            output, reason = self.expected(request)
             if request.request_id in self.cancelled:
                 assert request.output == output[: len(request.output)]
                 assert request.finish_reason is plan.reason
@@ -494,6 +516,8 @@ def configs(draw_: st.DrawFn) -> SchedulerConfig:
     chunked = draw_(st.booleans())
     tokens = (seqs if chunked else max(seqs, model_len)) + draw_(st.integers(0, 9) | st.just(40))
     groups = draw_(page_groups(page_size))
+    drafts = draw_(st.none() | st.builds(SpeculativeConfig, st.integers(1, 7)))
+    plain = st.just(1)
     least = pages_for(groups, model_len, tokens)
     return SchedulerConfig(
         max_num_seqs=seqs,
@@ -505,10 +529,11 @@ def configs(draw_: st.DrawFn) -> SchedulerConfig:
         enable_chunked_prefill=chunked,
         policy=draw_(st.sampled_from(["fcfs", "priority"])),
         priority_window=draw_(st.integers(1, 4)),
-        pipeline_depth=draw_(st.sampled_from([1, 2, 2])),
+        pipeline_depth=draw_(st.sampled_from([1, 2, 2]) if drafts is None else plain),
         watermark=draw_(st.sampled_from([0.0, 0.1])),
-        decode_steps=draw_(st.sampled_from([1, 2, 7])),
+        decode_steps=draw_(st.sampled_from([1, 2, 7]) if drafts is None else plain),
         groups=groups,
+        drafts=drafts,
     )
 
 
@@ -574,6 +599,24 @@ def test_random_schedules_give_each_request_the_tokens_it_gets_alone(run: Run) -
     check_random_schedule(run)
 
 
+def guessing_runs() -> st.SearchStrategy[Run]:
+    """Those in which tokens are guessed."""
+    return runs().filter(lambda run: run.config.drafts is not None)
+
+
+@given(guessing_runs())
+@settings(max_examples=60)
+def test_random_guesses_change_no_token(run: Run) -> None:
+    check_random_schedule(run)
+
+
+@pytest.mark.slow
+@given(guessing_runs())
+@settings(max_examples=1500)
+def test_many_random_guesses_change_no_token(run: Run) -> None:
+    check_random_schedule(run)
+
+
 @pytest.mark.slow
 @given(runs())
 @settings(max_examples=3000)
@@ -582,7 +625,8 @@ def test_many_random_schedules_give_each_request_the_tokens_it_gets_alone(run: R
 
 
 def check_random_schedule(run: Run) -> None:
-    run.go()
+    with mock.patch("twinfer.shared.scheduler.look_up", run.guess):
+        run.go()
     run.check()
     metrics = run.scheduler.metrics()
     event(f"preemptions: {min(metrics.preemptions, 3)}")
@@ -592,6 +636,8 @@ def check_random_schedule(run: Run) -> None:
     event(f"windows: {any(group.window for group in run.config.groups)}")
     event(f"errors: {min(metrics.errors, 3)}")
     event(f"waited for masks: {run.waited > 0}")
+    event(f"right guesses: {min(metrics.accepted_tokens, 3)}")
+    assert metrics.accepted_tokens <= metrics.draft_tokens
 
 
 def dropped(worker: MockWorker, write: Write) -> Write:
@@ -764,3 +810,70 @@ def test_a_mask_that_is_late_or_of_another_request_changes_tokens(
         return False
 
     find(runs(), fails, settings=settings(max_examples=200, phases=[Phase.generate], database=None))
+
+
+def one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first wrong guess is kept."""
+    kept = Drafts.kept
+
+    def changed(drafts: Drafts, sampled: np.ndarray) -> np.ndarray:
+        return np.minimum(kept(drafts, sampled) + 1, drafts.counts)
+
+    monkeypatch.setattr(Drafts, "kept", changed)
+
+
+def before_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses run in a decode step, which may read before others have written."""
+    decide = Table.decide
+
+    def changed(table: Table, tokens: int, requests: int, longest: int) -> Any:
+        return decide(table, tokens, requests, 1 if tokens == requests else longest)
+
+    monkeypatch.setattr(Table, "decide", changed)
+
+
+def same_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is drawn behind a guess is drawn for the position of its request's own token."""
+    original = packer._sampling
+
+    def changed(step: Any, table: RequestTable) -> np.ndarray:
+        fields = original(step, table).reshape(len(SAMPLING_FIELDS), -1)
+        if step.drafts is not None:
+            places = step.drafts.places
+            own = np.searchsorted(step.drafts.heads, places, side="right") - 1
+            fields[POSITION, places] = step.ends[step.drafts.heads[own]]
+        return fields.reshape(-1)
+
+    monkeypatch.setattr(packer, "_sampling", changed)
+
+
+def not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong guesses count as computed."""
+    original = Scheduler._take_several
+
+    def changed(scheduler: Scheduler, group: Any, *rest: Any) -> Any:
+        events = original(scheduler, group, *rest)
+        if scheduler.config.drafts is not None:
+            scheduler.table.computed[group.rows] += 1
+        return events
+
+    monkeypatch.setattr(Scheduler, "_take_several", changed)
+
+
+@pytest.mark.parametrize(
+    "fault", [one_too_many, before_they_are_written, same_noise, not_taken_back]
+)
+def test_a_fault_in_guesses_changes_tokens(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above would say nothing if it could not see these."""
+    fault(monkeypatch)
+
+    def fails(run: Run) -> bool:
+        try:
+            check_random_schedule(run)
+        except (AssertionError, InternalError, IndexError):
+            return True
+        return False
+
+    find(guessing_runs(), fails, settings=settings(max_examples=500, phases=[Phase.generate]))

@@ -1,0 +1,136 @@
+"""Guesses of the next tokens of a request, which a step computes beside its last token: those that
+are what the sampler gives there are kept.
+
+A token depends on the tokens before it, the request's seed and its position alone. So a step
+samples behind each guess as it would without guesses, and keeps samples up to the first that is
+another token than the guess: the output is that of no guesses, whatever they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .errors import ConfigError
+
+METHOD = "ngram"
+MOST_TOKENS = 64
+_NO_TOKENS = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """How guesses are made, with the names that users of vLLM know. Raises ConfigError.
+
+    method                  "ngram": what followed where the last tokens stood before, in the prompt
+                            or the output
+    num_speculative_tokens  guesses of a request in a step, at most
+    prompt_lookup_max       how many of the last tokens are looked for: as many as are found
+    prompt_lookup_min       and at least
+    """
+
+    num_speculative_tokens: int
+    method: str = METHOD
+    prompt_lookup_max: int = 5
+    prompt_lookup_min: int = 2
+
+    def __post_init__(self) -> None:
+        where = "speculative_config"
+        if self.method != METHOD:
+            raise ConfigError(f"{where}.method: got {self.method!r}, allowed is {METHOD}")
+        for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= MOST_TOKENS:
+                raise ConfigError(
+                    f"{where}.{name}: got {value!r}, allowed is an integer from 1 to {MOST_TOKENS}"
+                )
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"{where}.prompt_lookup_min: got {self.prompt_lookup_min}, allowed is at most "
+                f"prompt_lookup_max ({self.prompt_lookup_max})"
+            )
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> SpeculativeConfig:
+        """From a mapping of its fields. Raises ConfigError."""
+        known = list(cls.__dataclass_fields__)
+        for name in options:
+            if name not in known:
+                raise ConfigError(
+                    f"speculative_config: unknown field {name!r}, allowed are {', '.join(known)}"
+                )
+        if "num_speculative_tokens" not in options:
+            raise ConfigError("speculative_config.num_speculative_tokens: is missing")
+        return cls(**options)
+
+
+def look_up(tokens: np.ndarray, config: SpeculativeConfig, most: int) -> np.ndarray:
+    """Up to `most` guesses of what follows `tokens` [n] int32: what followed the last place where
+    as many of the last tokens as possible stood together, and where so many follow.
+
+    None if not even `prompt_lookup_min` of them did. Takes time in proportion to n.
+    """
+    last = len(tokens) - 1
+    if most < 1 or last < config.prompt_lookup_min:
+        return _NO_TOKENS
+    # Where the last token stands before its own place.
+    ends = np.flatnonzero(tokens[:last] == tokens[last])
+    for size in range(2, config.prompt_lookup_max + 1):
+        longer = ends[ends >= size - 1]
+        longer = longer[tokens[longer - (size - 1)] == tokens[last - (size - 1)]]
+        if not len(longer):
+            if size <= config.prompt_lookup_min:
+                return _NO_TOKENS
+            break
+        ends = longer
+    if not len(ends):
+        return _NO_TOKENS
+    roomy = ends[ends + most <= last]
+    first = int(roomy[-1] if len(roomy) else ends[0]) + 1
+    return tokens[first : first + most].copy()
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """The guesses of a step. Each is an entry of the step's group, behind that of its request, or
+    of the guess before it.
+
+    heads   [request]  entry of each request's own last token
+    counts  [request]  entries of each request, its own among them
+    places  [n]        entries of guesses
+    tokens  [n] int32  what is guessed there
+    """
+
+    heads: np.ndarray
+    counts: np.ndarray
+    places: np.ndarray
+    tokens: np.ndarray
+
+    def kept(self, sampled: np.ndarray) -> np.ndarray:
+        """How many of the tokens that were `sampled`, one for each entry, each request keeps
+        [request]: all up to the first that is not what was guessed.
+        """
+        is_right = np.ones(int(self.counts.sum()), np.bool_)
+        is_right[self.places] = sampled[self.places - 1] == self.tokens
+        found: np.ndarray = np.add.reduceat(_up_to_false(is_right, self.heads), self.heads)
+        return found
+
+    def by_request(self, sampled: np.ndarray) -> np.ndarray:
+        """What was sampled as [most entries, request]; behind a request's last entry that one
+        again.
+        """
+        place = np.arange(int(self.counts.max()))[:, None]
+        entries = self.heads + np.minimum(place, self.counts - 1)
+        found: np.ndarray = sampled[entries]
+        return found
+
+
+def _up_to_false(flags: np.ndarray, heads: np.ndarray) -> np.ndarray:
+    """1 for each entry before the first False of its request, which begins at `heads`; else 0."""
+    wrong = np.cumsum(~flags)
+    before = np.repeat(wrong[heads] - ~flags[heads], np.diff(np.append(heads, len(flags))))
+    found: np.ndarray = (wrong == before).astype(np.int64)
+    return found

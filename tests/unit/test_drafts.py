@@ -1,0 +1,135 @@
+"""Guesses of what follows: where they are looked up, and which of them are kept."""
+
+import numpy as np
+import pytest
+
+from twinfer.serving.llm import LLM
+from twinfer.shared.config import EngineConfig
+from twinfer.shared.drafts import Drafts, SpeculativeConfig, look_up
+from twinfer.shared.errors import ConfigError
+from twinfer.shared.sampling_params import SamplingParams
+from twinfer.shared.scheduler_config import SchedulerConfig
+
+GREEDY = SamplingParams(max_tokens=60, temperature=0.0)
+
+
+def guesses(text, most=3, **config):
+    """Guesses behind a text, whose characters are tokens."""
+    tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    found = look_up(tokens, SpeculativeConfig(most, **config), most)
+    assert found.dtype == np.int32
+    return bytes(found.tolist()).decode()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("abcdXabcd", "Xab"),  # four of the last tokens
+        ("abcdXcdYabcd", "Xcd"),  # four go before two that stood later
+        ("abXcbYab", "Xcb"),
+        ("abXabYab", "Yab"),  # the last place, where three follow
+        ("abXYab", "XYa"),
+        ("aaaaaaaa", "aaa"),  # not the last place, where one token follows
+        ("aaa", "a"),
+        ("abcab", "cab"),
+        ("abcd", ""),
+        ("Xb ab", ""),  # one token alone is too few
+        ("b", ""),
+        ("", ""),
+    ],
+)
+def test_what_is_looked_up(text, expected):
+    assert guesses(text) == expected
+
+
+def test_how_many_of_the_last_tokens_are_looked_for():
+    text = "abcdeX-bcdeY-cdeZ-abcde"
+    for most, expected in ((5, "X-b"), (4, "Y-c"), (3, "Z-a")):
+        assert guesses("e" + text, prompt_lookup_max=most, prompt_lookup_min=2) == expected
+    assert guesses("abXcb", prompt_lookup_min=1) == "Xcb"
+    assert guesses("abXcb", prompt_lookup_min=2) == ""
+    assert guesses("abXcb", prompt_lookup_min=1, prompt_lookup_max=1) == "Xcb"
+    assert guesses("xyab...yab", prompt_lookup_min=4) == ""
+    assert guesses("xyab...xyab", prompt_lookup_min=4) == "..."
+
+
+def test_a_request_has_no_more_than_it_may():
+    tokens = np.array([5, 6, 7, 8, 5, 6], np.int32)
+    config = SpeculativeConfig(3)
+    assert look_up(tokens, config, 2).tolist() == [7, 8]
+    assert look_up(tokens, config, 0).tolist() == []
+    assert look_up(tokens, config, -1).tolist() == []
+
+
+def test_which_guesses_are_kept():
+    """Three requests: guesses 1, 2, 3; none; 4, 5."""
+    drafts = Drafts(
+        heads=np.array([0, 4, 5]),
+        counts=np.array([4, 1, 3]),
+        places=np.array([1, 2, 3, 6, 7]),
+        tokens=np.array([1, 2, 3, 4, 5], np.int32),
+    )
+
+    def kept(*sampled):
+        return drafts.kept(np.array(sampled)).tolist()
+
+    assert kept(1, 2, 3, 9, 9, 4, 5, 9) == [4, 1, 3]
+    assert kept(9, 2, 3, 9, 9, 9, 5, 9) == [1, 1, 1]
+    assert kept(1, 9, 3, 9, 9, 4, 9, 9) == [2, 1, 2]
+    assert kept(1, 2, 9, 9, 9, 9, 9, 9) == [3, 1, 1]
+    columns = drafts.by_request(np.arange(8)).T.tolist()
+    assert columns == [[0, 1, 2, 3], [4, 4, 4, 4], [5, 6, 7, 7]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"num_speculative_tokens: is missing"),
+        ({"num_speculative_tokens": 0}, r"num_speculative_tokens: got 0, .* 1 to 64"),
+        ({"num_speculative_tokens": True}, r"num_speculative_tokens: got True"),
+        ({"num_speculative_tokens": 3, "method": "eagle"}, r"method: got 'eagle', .* ngram"),
+        ({"num_speculative_tokens": 3, "prompt_lookup_min": 9}, r"got 9, .* prompt_lookup_max \(5"),
+        ({"num_speculative_tokens": 3, "model": "x"}, r"unknown field 'model'"),
+    ],
+)
+def test_what_cannot_be_had_is_named(options, message):
+    with pytest.raises(ConfigError, match=f"speculative_config.*{message}"):
+        EngineConfig(model="demo", speculative_config=options)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"max_num_seqs": 3}, "max_num_seqs: got 3, allowed is at least 4 with 3 guesses"),
+        ({"async_scheduling": True}, "async_scheduling: got True, and speculative_config"),
+        ({"decode_steps": 2}, "decode_steps: got 2, and speculative_config"),
+        ({"capture": "/tmp/x,step=1"}, "capture: keeps steps with speculative_config None"),
+    ],
+)
+def test_what_does_not_go_with_guesses_is_refused(more, message):
+    config = {"num_speculative_tokens": 3}
+    with pytest.raises(ConfigError, match=message):
+        LLM("demo", backend="torch", device="cpu", speculative_config=config, **more)
+
+
+def test_a_scheduler_guesses_one_step_at_a_time():
+    with pytest.raises(ConfigError, match="drafts: need pipeline_depth 1 and decode_steps 1"):
+        SchedulerConfig(4, 16, 16, 4, 16, drafts=SpeculativeConfig(3))
+
+
+def test_a_repeated_text_takes_fewer_steps():
+    """The tokens are those of no guesses, and the numbers say what was guessed."""
+    prompts, steps, texts = ["import os\nimport sys\nimport", "def f(x):\n    return x\n"], [], []
+    for config in (None, {"num_speculative_tokens": 4}):
+        with LLM(
+            "demo", backend="torch", device="cpu", dtype="float32", max_num_seqs=16,
+            progress=False, speculative_config=config,
+        ) as llm:  # fmt: skip
+            outputs = llm.generate(prompts, GREEDY, progress=False)
+            texts.append([output.outputs[0].token_ids for output in outputs])
+            steps.append(llm.engine._step_id)
+            metrics = llm.engine.metrics()
+    assert texts[0] == texts[1]
+    assert steps[1] < steps[0] / 2
+    assert 0 < metrics.drafts < steps[1] * 2
+    assert metrics.drafts < metrics.accepted_tokens <= metrics.draft_tokens
