@@ -551,14 +551,16 @@ class Scheduler:
             return None
         room = min(self.programs.max_requests, self.config.max_num_batched_tokens) - len(group)
         found: list[np.ndarray] = []
-        for row, start in zip(group.rows.tolist(), starts.tolist(), strict=True):
+        for index, (row, start) in enumerate(
+            zip(group.rows.tolist(), starts.tolist(), strict=True)
+        ):
             guesses = _NO_GUESSES
             if table.alone[row]:
                 most = min(
                     config.num_speculative_tokens, room, int(table.max_total[row]) - start - 2
                 )
                 guesses = look_up(table.tokens[row, : start + 1], config, most)
-                guesses = guesses[: self._room_behind(row, start, len(guesses))]
+                guesses = guesses[: self._room_behind(group, starts, index, len(guesses))]
             room -= len(guesses)
             found.append(guesses)
         counts = np.array([len(guesses) + 1 for guesses in found], np.int64)
@@ -584,17 +586,20 @@ class Scheduler:
             drafts=Drafts(heads, counts, np.flatnonzero(within), np.concatenate(found)),
         )
 
-    def _room_behind(self, row: int, start: int, wanted: int) -> int:
-        """How many of the tokens behind position `start` have pages, up to `wanted`; for these it
-        takes pages that nobody else needs now.
+    def _room_behind(self, group: Group, starts: np.ndarray, index: int, wanted: int) -> int:
+        """How many of the tokens behind the position that a request of `group` computes have pages,
+        up to `wanted`; for these it takes pages that nobody else needs now.
         """
-        table, place = self.table, np.array([row])
-        last = np.array([start + wanted])
-        while table.capacity[row] <= start + wanted:
+        table, place = self.table, group.rows[index : index + 1]
+        row, last = int(place[0]), starts[index : index + 1] + wanted
+        if table.capacity[row] <= last[0]:
+            # With pages that it has got here a request seldom lacks one where decodes take theirs.
+            self._leave_behind(group, group.indices[index : index + 1], starts)
+        while table.capacity[row] <= last[0]:
             if self.kv.available <= self.reserve + len(self.groups):
                 break
             self._grow(place, last)
-        return min(wanted, int(table.capacity[row]) - 1 - start)
+        return min(wanted, int(table.capacity[row] - 1 - starts[index]))
 
     def _step(
         self,

@@ -1,13 +1,19 @@
 """Guesses of what follows: where they are looked up, and which of them are kept."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 
+from twinfer.bucketing import Table
 from twinfer.serving.llm import LLM
 from twinfer.shared.config import EngineConfig
 from twinfer.shared.drafts import Drafts, SpeculativeConfig, look_up
 from twinfer.shared.errors import ConfigError
+from twinfer.shared.page_groups import PageGroup
+from twinfer.shared.request import Request
 from twinfer.shared.sampling_params import SamplingParams
+from twinfer.shared.scheduler import Scheduler
 from twinfer.shared.scheduler_config import SchedulerConfig
 
 GREEDY = SamplingParams(max_tokens=60, temperature=0.0)
@@ -115,6 +121,25 @@ def test_what_does_not_go_with_guesses_is_refused(more, message):
 def test_a_scheduler_guesses_one_step_at_a_time():
     with pytest.raises(ConfigError, match="drafts: need pipeline_depth 1 and decode_steps 1"):
         SchedulerConfig(4, 16, 16, 4, 16, drafts=SpeculativeConfig(3))
+
+
+@pytest.mark.parametrize("count", [3, 4, 7])
+def test_windows_leave_pages_behind_and_prefixes_are_registered(count):
+    """Pages that were taken for guesses are there before decodes look for some."""
+    groups, drafts = (PageGroup(4), PageGroup(4, window=8)), SpeculativeConfig(count)
+    config = SchedulerConfig(
+        8, 64, 512, 4, 400, pipeline_depth=1, groups=groups, drafts=drafts, watermark=0.0
+    )
+    scheduler, rng = Scheduler(config, Table((8,), (64,), 8)), np.random.default_rng(0)
+    scheduler.add(Request("a", np.arange(6, dtype=np.int32), GREEDY, seed=0))
+    with mock.patch("twinfer.shared.scheduler.look_up", lambda _, __, most: np.full(most, 9)):
+        for _ in range(12):
+            step, table = scheduler.schedule(), scheduler.table
+            (row,) = set(step.rows.tolist())
+            assert table.num_pages[1, row] - table.dropped[1, row] <= 5
+            assert table.computed[row] // 4 - table.registered[row] <= 2
+            scheduler.update(step, np.where(rng.random(len(step.group)) < 0.6, 9, 8))
+            scheduler.check_integrity()
 
 
 def test_a_repeated_text_takes_fewer_steps():
