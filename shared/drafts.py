@@ -18,6 +18,8 @@ from .errors import ConfigError
 
 METHOD = "ngram"
 MOST_TOKENS = 64
+MANY = 16
+"""Where one in so many places is found, all are compared."""
 _NO_TOKENS = np.zeros(0, np.int32)
 
 
@@ -77,8 +79,17 @@ def look_up(tokens: np.ndarray, config: SpeculativeConfig, most: int) -> np.ndar
     if most < 1 or last < config.prompt_lookup_min:
         return _NO_TOKENS
     # Where the last token stands before its own place.
-    ends = np.flatnonzero(tokens[:last] == tokens[last])
-    for size in range(2, config.prompt_lookup_max + 1):
+    is_end, dense = tokens[:last] == tokens[last], 1
+    # Of a text that is much the same all places are compared: to pick many takes far longer.
+    while dense < config.prompt_lookup_max and np.count_nonzero(is_end) * MANY > last:
+        longer = np.zeros_like(is_end)
+        np.equal(tokens[: last - dense], tokens[last - dense], out=longer[dense:])
+        longer &= is_end
+        if not longer.any():
+            break
+        is_end, dense = longer, dense + 1
+    ends = np.flatnonzero(is_end)
+    for size in range(dense + 1, config.prompt_lookup_max + 1):
         longer = ends[ends >= size - 1]
         longer = longer[tokens[longer - (size - 1)] == tokens[last - (size - 1)]]
         if not len(longer):
@@ -88,8 +99,8 @@ def look_up(tokens: np.ndarray, config: SpeculativeConfig, most: int) -> np.ndar
         ends = longer
     if not len(ends):
         return _NO_TOKENS
-    roomy = ends[ends + most <= last]
-    first = int(roomy[-1] if len(roomy) else ends[0]) + 1
+    roomy = int(np.searchsorted(ends, last - most, side="right"))
+    first = int(ends[max(0, roomy - 1)]) + 1
     return tokens[first : first + most].copy()
 
 

@@ -59,6 +59,35 @@ def test_how_many_of_the_last_tokens_are_looked_for():
     assert guesses("xyab...xyab", prompt_lookup_min=4) == "..."
 
 
+def looked_up_place_by_place(tokens, config, most):
+    """As `look_up` says."""
+    last, found = len(tokens) - 1, []
+    for end in range(last):
+        size = 0
+        while (
+            size < min(end + 1, config.prompt_lookup_max)
+            and tokens[end - size] == tokens[last - size]
+        ):
+            size += 1
+        if size >= config.prompt_lookup_min:
+            found.append((size, end))
+    ends = [end for size, end in found if size == max(found)[0]]
+    roomy = [end for end in ends if end + most <= last]
+    first = (roomy[-1:] or ends[:1] or [last])[0] + 1
+    return tokens[first : first + most]
+
+
+@pytest.mark.parametrize("words", [1, 2, 3, 8, 40, 300])
+def test_long_texts_of_few_words_and_of_many(words):
+    rng = np.random.default_rng(words)
+    for size in (1, 2, 3, 7, 60, 400):
+        for low, high in ((1, 1), (1, 5), (2, 5), (4, 9)):
+            config = SpeculativeConfig(4, prompt_lookup_min=low, prompt_lookup_max=high)
+            tokens = rng.integers(0, words, size).astype(np.int32)
+            expected = looked_up_place_by_place(tokens.tolist(), config, 4)
+            assert look_up(tokens, config, 4).tolist() == expected
+
+
 def test_a_request_has_no_more_than_it_may():
     tokens = np.array([5, 6, 7, 8, 5, 6], np.int32)
     config = SpeculativeConfig(3)
