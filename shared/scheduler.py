@@ -550,12 +550,14 @@ class Scheduler:
         if config is None or group.level >= MASKED or (starts + 1 < group.min_total).any():
             return None
         room = min(self.programs.max_requests, self.config.max_num_batched_tokens) - len(group)
+        if room < 1:
+            return None
         found: list[np.ndarray] = []
         for index, (row, start) in enumerate(
             zip(group.rows.tolist(), starts.tolist(), strict=True)
         ):
             guesses = _NO_GUESSES
-            if table.alone[row]:
+            if room and table.alone[row]:
                 most = min(
                     config.num_speculative_tokens, room, int(table.max_total[row]) - start - 2
                 )

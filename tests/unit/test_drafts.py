@@ -171,6 +171,22 @@ def test_windows_leave_pages_behind_and_prefixes_are_registered(count):
             scheduler.check_integrity()
 
 
+def test_nothing_is_looked_up_where_no_place_is_left():
+    config = SchedulerConfig(4, 64, 64, 4, 100, pipeline_depth=1, drafts=SpeculativeConfig(3))
+    scheduler = Scheduler(config, Table((4,), (64,), 4))
+    with mock.patch("twinfer.shared.scheduler.look_up") as looked_up:
+        looked_up.side_effect = lambda _, __, most: np.full(most, 9, np.int32)
+        for count, calls in ((1, 1), (3, 1), (4, 0)):
+            while len(scheduler.requests) < count:
+                name = str(len(scheduler.requests))
+                scheduler.add(Request(name, np.arange(9, dtype=np.int32), GREEDY, seed=0))
+            for _ in range(2):  # prompts, decodes
+                looked_up.reset_mock()
+                step = scheduler.schedule()
+                scheduler.update(step, np.full(len(step.group), 8))
+            assert looked_up.call_count == calls
+
+
 def test_a_repeated_text_takes_fewer_steps():
     """The tokens are those of no guesses, and the numbers say what was guessed."""
     prompts, steps, texts = ["import os\nimport sys\nimport", "def f(x):\n    return x\n"], [], []
