@@ -68,6 +68,7 @@ def pages_needed(scheduler: Scheduler, lengths: Sequence[int], output_len: int) 
             ),
             watermark=0.0,
             enable_prefix_caching=False,  # the prompts here are alike, those of a run are not
+            drafts=None,  # guesses take pages that nobody needs
         ),
         scheduler.programs,
     )

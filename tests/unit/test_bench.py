@@ -14,6 +14,7 @@ from twinfer.bucketing import Table, decode_ladder, mixed_ladder
 from twinfer.serving import bench
 from twinfer.serving.bench import Workload
 from twinfer.serving.bench_cache import find_shortage
+from twinfer.shared.drafts import SpeculativeConfig
 from twinfer.shared.errors import BackendUnavailable, ConfigError, ModelNotFound
 from twinfer.shared.kv_config import NARROW
 from twinfer.shared.limits import Limits, decode_bytes, prefill_flops
@@ -236,6 +237,14 @@ def test_a_batch_lacks_nothing_where_nobody_waits_or_gives_way(groups, reading, 
             assert at_once(with_reserve)
     assert any(found)
     assert not all(found)
+
+
+def test_guesses_take_no_pages_that_a_batch_lacks():
+    options = {"page_size": 4, "pipeline_depth": 1, "watermark": 0.0, "max_num_seqs": 8}
+    plain = [find_shortage(make_scheduler(n, **options), [13] * 4, 22) for n in (35, 36)]
+    options["drafts"] = SpeculativeConfig(3)
+    assert [find_shortage(make_scheduler(n, **options), [13] * 4, 22) for n in (35, 36)] == plain
+    assert [shortage is None for shortage in plain] == [False, True]
 
 
 def at_once(scheduler):
