@@ -153,6 +153,33 @@ def test_nobody_can_tell_by_the_tokens(folders, plain, model, variant, backend, 
         assert metrics.prefix_hits > 0
 
 
+@pytest.mark.parametrize("model", ["uneven", "two sizes"])
+def test_right_and_wrong_guesses_change_no_token(folders, plain, model, device, monkeypatch):
+    guesses = {"num_speculative_tokens": 6}
+    engine = make_engine(
+        folders(model), "torch", device, max_num_seqs=32, num_pages=200, speculative_config=guesses
+    )
+    texts = [
+        [*prompt.tolist(), *output]
+        for (_, prompt, _), output in zip(
+            workload(engine.model.vocab_size), plain(model), strict=True
+        )
+    ]
+
+    def guess(tokens, _, most):
+        size, known = len(tokens), tokens.tolist()
+        found = next(text[size : size + max(0, most)] for text in texts if text[:size] == known)
+        wrong = (np.arange(len(found)) + size) % 5 == 0
+        return np.where(wrong, 7, found).astype(np.int32)
+
+    monkeypatch.setattr("twinfer.shared.scheduler.look_up", guess)
+    tokens, metrics = run(engine)
+    differ = [i for i, (a, b) in enumerate(zip(tokens, plain(model), strict=True)) if a != b]
+    assert not differ, f"requests {differ} of {COUNT}"
+    assert metrics.prefix_hits > 0
+    assert 100 < metrics.accepted_tokens < metrics.draft_tokens
+
+
 def test_windows_let_the_same_bytes_hold_more(folders, device):
     held = {}
     for groups in (False, True):
