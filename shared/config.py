@@ -341,7 +341,8 @@ def resolve(
     }
     resolved = ResolvedConfig(**values)
     mixed = defaults.demand.fitting_sizes(resolved.table().mixed_sizes, sequences)
-    if mixed is not None:
+    if mixed is not None and resolved.speculative_config is None:
+        # Steps with guesses are small mixed ones.
         resolved = replace(resolved, mixed_sizes=mixed)
     if is_torch:
         check_sizes(config.compilation(), {d.tokens for d in resolved.table()})

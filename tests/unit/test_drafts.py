@@ -7,9 +7,12 @@ import pytest
 
 from twinfer.bucketing import Table
 from twinfer.serving.llm import LLM
-from twinfer.shared.config import EngineConfig
+from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
+from twinfer.shared.demand import Demand
 from twinfer.shared.drafts import Drafts, SpeculativeConfig, look_up
 from twinfer.shared.errors import ConfigError
+from twinfer.shared.models.config_json import load_config
+from twinfer.shared.models.locate import model_folder
 from twinfer.shared.page_groups import PageGroup
 from twinfer.shared.request import Request
 from twinfer.shared.sampling_params import SamplingParams
@@ -145,6 +148,15 @@ def test_what_does_not_go_with_guesses_is_refused(more, message):
     config = {"num_speculative_tokens": 3}
     with pytest.raises(ConfigError, match=message):
         LLM("demo", backend="torch", device="cpu", speculative_config=config, **more)
+
+
+def test_guesses_have_small_programs_where_prompts_are_long():
+    """Of one prompt, all mixed steps but its own are those with guesses."""
+    config = EngineConfig(model="demo", backend="torch", speculative_config=SpeculativeConfig(3))
+    folder = model_folder("demo")
+    device, demand = DeviceInfo("cpu", "any", 1 << 34), Demand(requests=1, prompt_tokens=500)
+    table = resolve(config, load_config(folder), device, demand)[0].table()
+    assert table.decide(4, 4, 2).tokens == 16
 
 
 def test_a_scheduler_guesses_one_step_at_a_time():
