@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..bucketing import PaddingAccount, Table
-from .drafts import Drafts, look_up
+from .drafts import Drafts, SpeculativeConfig, look_up
 from .errors import ConfigError, InternalError, OutsideTable, RequestError
 from .kv_manager import KVManager
 from .page_groups import longest
@@ -539,8 +539,7 @@ class Scheduler:
         )
 
     def _draft_step(self, group: Group, starts: np.ndarray) -> ScheduledStep | None:
-        """The step of decodes with guesses of what follows, as many as programs have room for; None
-        where there are none.
+        """The step of decodes with guesses of what follows; None where there are none.
 
         A guess is an entry of its own, one token long, which reads what the entries before it
         write: so it is a mixed step. Samplers that read histories or masks, which are those of the
@@ -549,28 +548,15 @@ class Scheduler:
         config, table = self.config.drafts, self.table
         if config is None or group.level >= MASKED or (starts + 1 < group.min_total).any():
             return None
-        room = min(self.programs.max_requests, self.config.max_num_batched_tokens) - len(group)
-        if room < 1:
-            return None
-        found: list[np.ndarray] = []
-        for index, (row, start) in enumerate(
-            zip(group.rows.tolist(), starts.tolist(), strict=True)
-        ):
-            guesses = _NO_GUESSES
-            if room and table.alone[row]:
-                most = min(
-                    config.num_speculative_tokens, room, int(table.max_total[row]) - start - 2
-                )
-                guesses = look_up(table.tokens[row, : start + 1], config, most)
-                guesses = guesses[: self._room_behind(group, starts, index, len(guesses))]
-            room -= len(guesses)
-            found.append(guesses)
+        found = self._guesses(group, starts, config)
         counts = np.array([len(guesses) + 1 for guesses in found], np.int64)
+        if counts.max() == 1:
+            return None
         owner = group.indices.repeat(counts)
         heads = np.cumsum(counts) - counts
         within = np.arange(len(owner)) - heads[owner]
         descriptor = self.programs.decide(len(owner), len(owner), 2)
-        if len(owner) == len(group) or descriptor is None:
+        if descriptor is None:
             return None
         both = group.select(owner)
         self.padding.record(descriptor, len(owner))
@@ -587,6 +573,25 @@ class Scheduler:
             new_pages=table.take_new_pages(),
             drafts=Drafts(heads, counts, np.flatnonzero(within), np.concatenate(found)),
         )
+
+    def _guesses(
+        self, group: Group, starts: np.ndarray, config: SpeculativeConfig
+    ) -> list[np.ndarray]:
+        """What follows the tokens of each request of `group`, or of the first ones: as many as
+        programs have places for.
+        """
+        room = min(self.programs.max_requests, self.config.max_num_batched_tokens) - len(group)
+        found = [_NO_GUESSES] * len(group)
+        for index in np.flatnonzero(self.table.alone[group.rows]).tolist():
+            if room < 1:
+                break
+            row, start = int(group.rows[index]), int(starts[index])
+            left = int(self.table.max_total[row]) - start - 2
+            most = min(config.num_speculative_tokens, room, left)
+            guesses = look_up(self.table.tokens[row, : start + 1], config, most)
+            found[index] = guesses[: self._room_behind(group, starts, index, len(guesses))]
+            room -= len(found[index])
+        return found
 
     def _room_behind(self, group: Group, starts: np.ndarray, index: int, wanted: int) -> int:
         """How many of the tokens behind the position that a request of `group` computes have pages,
