@@ -31,6 +31,7 @@ WRONG = {
     "bench_decode.py": (["--model", "/nowhere"], "model: no such folder: /nowhere"),
     "bench_forms.py": (["--json", "/nowhere/x"], "argument --json: cannot write /nowhere/x"),
     "bench_front.py": (["--dtype", "foo"], "argument --dtype: invalid choice: 'foo'"),
+    "bench_guesses.py": (["--guesses", "0"], "argument --guesses: got 0, allowed are whole "),
     "bench_host.py": (["--against", "a=/nowhere"], "/nowhere is no checkout"),
     "bench_load.py": (["--folder", "/nowhere"], "--folder: /nowhere has no weights, and no --shape"),
     "bench_ops.py": (["--ops", "nosuch"], "--ops: got nosuch, allowed are add, "),
