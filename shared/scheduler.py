@@ -577,17 +577,19 @@ class Scheduler:
     def _guesses(
         self, group: Group, starts: np.ndarray, config: SpeculativeConfig
     ) -> list[np.ndarray]:
-        """What follows the tokens of each request of `group`, or of the first ones: as many as
-        programs have places for.
+        """What follows the tokens of each request of `group`: as many as programs have places for,
+        which are dealt out in equal parts; what one does not take is for those behind it.
         """
         room = min(self.programs.max_requests, self.config.max_num_batched_tokens) - len(group)
         found = [_NO_GUESSES] * len(group)
-        for index in np.flatnonzero(self.table.alone[group.rows]).tolist():
+        may_have = np.flatnonzero(self.table.alone[group.rows]).tolist()
+        for place, index in enumerate(may_have):
             if room < 1:
                 break
             row, start = int(group.rows[index]), int(starts[index])
             left = int(self.table.max_total[row]) - start - 2
-            most = min(config.num_speculative_tokens, room, left)
+            share = -(-room // (len(may_have) - place))
+            most = min(config.num_speculative_tokens, share, left)
             guesses = look_up(self.table.tokens[row, : start + 1], config, most)
             found[index] = guesses[: self._room_behind(group, starts, index, len(guesses))]
             room -= len(found[index])

@@ -199,6 +199,21 @@ def test_nothing_is_looked_up_where_no_place_is_left():
             assert looked_up.call_count == calls
 
 
+def test_places_are_dealt_out_in_equal_parts():
+    """Eight places: what one request does not take is for those behind it."""
+    config = SchedulerConfig(12, 64, 64, 4, 100, pipeline_depth=1, drafts=SpeculativeConfig(5))
+    scheduler = Scheduler(config, Table((12,), (64,), 12))
+    for name in range(4):
+        scheduler.add(Request(str(name), np.arange(6, dtype=np.int32), GREEDY, seed=0))
+    scheduler.update(scheduler.schedule(), np.full(12, 7))
+    takes = iter((9, 0, 9, 9))
+    with mock.patch("twinfer.shared.scheduler.look_up") as looked_up:
+        looked_up.side_effect = lambda _, __, most: np.full(min(most, next(takes)), 9, np.int32)
+        step = scheduler.schedule()
+    assert (step.drafts.counts - 1).tolist() == [2, 0, 3, 3]
+    assert len(step.group) == 12
+
+
 def test_a_repeated_text_takes_fewer_steps():
     """The tokens are those of no guesses, and the numbers say what was guessed."""
     prompts, steps, texts = ["import os\nimport sys\nimport", "def f(x):\n    return x\n"], [], []
