@@ -20,7 +20,7 @@ METHOD = "ngram"
 MOST_TOKENS = 64
 MANY = 16
 """Where one in so many places is found, all are compared."""
-_NO_TOKENS = np.zeros(0, np.int32)
+NO_GUESSES = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def look_up(tokens: np.ndarray, config: SpeculativeConfig, most: int) -> np.ndar
     """
     last = len(tokens) - 1
     if most < 1 or last < config.prompt_lookup_min:
-        return _NO_TOKENS
+        return NO_GUESSES
     # Where the last token stands before its own place.
     is_end, dense = tokens[:last] == tokens[last], 1
     # Of a text that is much the same all places are compared: to pick many takes far longer.
@@ -94,11 +94,11 @@ def look_up(tokens: np.ndarray, config: SpeculativeConfig, most: int) -> np.ndar
         longer = longer[tokens[longer - (size - 1)] == tokens[last - (size - 1)]]
         if not len(longer):
             if size <= config.prompt_lookup_min:
-                return _NO_TOKENS
+                return NO_GUESSES
             break
         ends = longer
     if not len(ends):
-        return _NO_TOKENS
+        return NO_GUESSES
     roomy = int(np.searchsorted(ends, last - most, side="right"))
     first = int(ends[max(0, roomy - 1)]) + 1
     return tokens[first : first + most].copy()

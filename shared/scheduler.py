@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..bucketing import PaddingAccount, Table
-from .drafts import Drafts, SpeculativeConfig, look_up
+from .drafts import NO_GUESSES, Drafts, SpeculativeConfig, look_up
 from .errors import ConfigError, InternalError, OutsideTable, RequestError
 from .kv_manager import KVManager
 from .page_groups import longest
@@ -42,8 +42,6 @@ from .request import FinishReason, Request, RequestState, WaitingQueue
 from .request_table import MASKED, PROCESSED, Group, Loop, RequestTable, ScheduledStep, StepEvents
 from .scheduler_config import SchedulerConfig
 from .step_results import count_iterations, count_taken, find_finished, flatten
-
-_NO_GUESSES = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -545,7 +543,7 @@ class Scheduler:
         write: so it is a mixed step. Samplers that read histories or masks, which are those of the
         last token that is known, get no guesses.
         """
-        config, table = self.config.drafts, self.table
+        config = self.config.drafts
         if config is None or group.level >= MASKED or (starts + 1 < group.min_total).any():
             return None
         found = self._guesses(group, starts, config)
@@ -555,24 +553,9 @@ class Scheduler:
         owner = group.indices.repeat(counts)
         heads = np.cumsum(counts) - counts
         within = np.arange(len(owner)) - heads[owner]
-        descriptor = self.programs.decide(len(owner), len(owner), 2)
-        if descriptor is None:
-            return None
-        both = group.select(owner)
-        self.padding.record(descriptor, len(owner))
         first = starts[owner] + within
-        return ScheduledStep(
-            descriptor=descriptor,
-            group=both,
-            starts=first,
-            ends=first + 1,
-            num_single=len(owner),
-            num_tokens=len(owner),
-            decode_only=False,
-            num_releases=table.num_releases,
-            new_pages=table.take_new_pages(),
-            drafts=Drafts(heads, counts, np.flatnonzero(within), np.concatenate(found)),
-        )
+        drafts = Drafts(heads, counts, np.flatnonzero(within), np.concatenate(found))
+        return self._step(group.select(owner), first, first + 1, drafts=drafts)
 
     def _guesses(
         self, group: Group, starts: np.ndarray, config: SpeculativeConfig
@@ -581,7 +564,7 @@ class Scheduler:
         which are dealt out in equal parts; what one does not take is for those behind it.
         """
         room = min(self.programs.max_requests, self.config.max_num_batched_tokens) - len(group)
-        found = [_NO_GUESSES] * len(group)
+        found = [NO_GUESSES] * len(group)
         may_have = np.flatnonzero(self.table.alone[group.rows]).tolist()
         for place, index in enumerate(may_have):
             if room < 1:
@@ -617,12 +600,13 @@ class Scheduler:
         ends: np.ndarray,
         chunks: np.ndarray | None = None,
         loop: Loop | None = None,
+        drafts: Drafts | None = None,
     ) -> ScheduledStep:
         """The step of `group`; its last requests are chunks of prompts, of the lengths `chunks`,
-        if there are any.
+        if there are any. With `drafts`, whose entries read what others write, it is a mixed one.
         """
         count = num_single = num_tokens = len(starts)
-        max_query_len = 1
+        max_query_len = 1 if drafts is None else 2
         if chunks is not None:
             num_tokens += int(chunks.sum()) - len(chunks)
             num_single -= int(np.count_nonzero(chunks > 1))
@@ -638,11 +622,12 @@ class Scheduler:
             ends=ends,
             num_single=num_single,
             num_tokens=num_tokens,
-            decode_only=chunks is None,
+            decode_only=chunks is None and drafts is None,
             num_releases=self.table.num_releases,
             new_pages=self.table.take_new_pages(),
             new_tokens=self.table.take_new_tokens(group) if group.level == PROCESSED else None,
             loop=loop,
+            drafts=drafts,
         )
 
     # Results
