@@ -10,8 +10,6 @@ from ...shared.models.fields import show
 from .as_chat import AsChat
 from .fields import ChatRequest
 
-SAME = ("model", "stream", "max_tokens", "temperature", "top_p", "top_k")
-"""Fields that a chat has under the same name, as it has all those that are not named here."""
 IGNORED = (
     "billing_policy", "cache_control", "context_management", "diagnostics",
     "fallback_credit_token", "fallbacks", "inference_geo", "metadata", "service_tier", "speed",
@@ -24,8 +22,6 @@ BILLING = "x-anthropic-billing-header:"
 """How the line of a system prompt begins that is for Anthropic's books. Claude Code sends it first,
 another one with each call: no prompt would share a prefix with the one before.
 """
-ASKED_BY_FALSE = ("continue_final_message", "parallel_tool_calls")
-"""Fields that are refused also where they are false, which asks for something too."""
 THINKING = ("enabled", "adaptive", "disabled")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """Of `tool_choice`, beside `tool`."""
@@ -46,8 +42,11 @@ TOOL_NAMES = {"].function.parameters": "].input_schema", "].function": "]"}
 class MessagesRequest(AsChat):
     """What a message is made from. All that was said comes with each call."""
 
+    same = ("model", "stream", "max_tokens", "temperature", "top_p", "top_k")
+    ignored = IGNORED
     names = NAMES
     tool_names = TOOL_NAMES
+    asked_by_false = ("continue_final_message", "parallel_tool_calls")
     refused: ClassVar[Mapping[str, str]] = {
         "compaction": "is not supported",
         "container": "this server has none",
@@ -83,14 +82,7 @@ class MessagesRequest(AsChat):
 
     def chat(self) -> ChatRequest:
         """The chat that it asks for. Raises RequestError."""
-        extra = self.model_extra or {}
-        for name, why in self.refused.items():
-            value = extra.get(name)
-            if value or (value is False and name in ASKED_BY_FALSE):
-                raise RequestError(name, why)
-        skipped = {*self.refused, *IGNORED}
-        body = {name: value for name, value in extra.items() if name not in skipped}
-        body |= {name: getattr(self, name) for name in SAME}
+        body = self.shared_fields()
         messages = _messages(self.messages)
         if system := _system(self.system):
             messages.insert(0, {"role": "system", "content": system})

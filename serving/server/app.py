@@ -410,7 +410,6 @@ class Server:
     async def responses(self, request: Request) -> Response:
         """/v1/responses, without a store: each call brings all that was said."""
         body: ResponsesRequest = read_fields(ResponsesRequest, await _body(request))
-        body.check()
         chat, live, reader = await self._begin_other(request, body)
         events = ResponseEvents(
             f"resp_{request.scope['twinfer.id']}",
@@ -481,6 +480,7 @@ class Server:
     async def count_tokens(self, request: Request) -> Response:
         """/v1/messages/count_tokens."""
         body: CountRequest = read_fields(CountRequest, await _body(request))
+        body.check()
         chat = body.chat()
         try:
             self._accept(chat)
@@ -495,6 +495,7 @@ class Server:
         """Sends the chat to the engine that a call of another API asks for. Errors have the names
         that fields have there.
         """
+        body.check()
         chat = body.chat()
         try:
             live, new_parser = await self._begin_chat(request, chat)

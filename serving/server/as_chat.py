@@ -16,12 +16,17 @@ from .fields import ChatRequest, read_fields, renamed
 class AsChat(BaseModel):
     """The body of such a call.
 
-    `refused` are fields that cannot be had, and why. `names` are those of a chat's fields here, and
-    `tool_names` those of parts of a tool, longer ones first.
+    `refused` are fields that cannot be had, and why; of `asked_by_false` not with false either,
+    which asks for something too. `ignored` are known fields that change no token. `same` are those
+    that a chat has under the same name, as it has all that are not named here; `names` the names of
+    a chat's other fields here, and `tool_names` those of parts of a tool, longer ones first.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
     refused: ClassVar[Mapping[str, str]]
+    asked_by_false: ClassVar[tuple[str, ...]] = ()
+    ignored: ClassVar[tuple[str, ...]] = ()
+    same: ClassVar[tuple[str, ...]]
     names: ClassVar[Mapping[str, str]]
     tool_names: ClassVar[Mapping[str, str]]
 
@@ -30,6 +35,20 @@ class AsChat(BaseModel):
     @abstractmethod
     def chat(self) -> ChatRequest:
         """The chat that it asks for. Raises RequestError, by the names that fields have here."""
+
+    def check(self) -> None:
+        """Raise RequestError for a field that cannot be had."""
+        for name, why in self.refused.items():
+            value = (self.model_extra or {}).get(name)
+            if value or (value is False and name in self.asked_by_false):
+                raise RequestError(name, why)
+
+    def shared_fields(self) -> dict[str, Any]:
+        """The fields that a chat has under the same names."""
+        left_out = {*self.refused, *self.ignored}
+        extra = (self.model_extra or {}).items()
+        alike = {name: getattr(self, name) for name in self.same}
+        return {name: value for name, value in extra if name not in left_out} | alike
 
     def read_chat(self, body: dict[str, Any]) -> ChatRequest:
         """A chat with these fields. Raises RequestError as `chat` does."""

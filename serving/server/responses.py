@@ -19,8 +19,6 @@ INCLUDABLE = (
     "computer_call_output.output.image_url", "code_interpreter_call.outputs",
 )  # fmt: skip
 """What it may name. Of the others no answer here has anything."""
-SAME = ("model", "stream", "temperature", "top_p")
-"""Fields that a chat has under the same name, as it has all those that are not named here."""
 NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
@@ -37,6 +35,7 @@ TOOL_NAMES = {"].function": "]"}
 class ResponsesRequest(AsChat):
     """What a response is made from. All that was said comes with each call: nothing is stored."""
 
+    same = ("model", "stream", "temperature", "top_p")
     names = NAMES
     tool_names = TOOL_NAMES
     refused: ClassVar[Mapping[str, str]] = {
@@ -80,9 +79,7 @@ class ResponsesRequest(AsChat):
 
     def check(self) -> None:
         """Raise RequestError for a field that cannot be had."""
-        for name, why in self.refused.items():
-            if (self.model_extra or {}).get(name):
-                raise RequestError(name, why)
+        super().check()
         form = (self.text or {}).get("format")
         if form is not None and not isinstance(form, dict):
             raise RequestError("text.format", f"got {show(form)}, must be an object")
@@ -96,12 +93,7 @@ class ResponsesRequest(AsChat):
 
     def chat(self) -> ChatRequest:
         """The chat that it asks for. Raises RequestError."""
-        body: dict[str, Any] = {
-            name: value
-            for name, value in (self.model_extra or {}).items()
-            if name not in self.refused
-        }
-        body |= {name: getattr(self, name) for name in SAME}
+        body = self.shared_fields()
         messages = _messages(self.input)
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
