@@ -16,6 +16,7 @@ from triton.experimental.gluon.language._layouts import DistributedLinearLayout
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from .arithmetic import gated
+from .narrow_kernels import FP4_SCALED, fp4_factor
 from .overlap import wait
 
 STEP = gl.constexpr(128)
@@ -46,22 +47,6 @@ FP8_FLOAT16 = gl.constexpr(
     cvt.rn.f16x2.e4m3x2 a, x; cvt.rn.f16x2.e4m3x2 b, y;
     mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; }"""
 )
-# Numbers of e2m1, moved to where they are bfloat16 of 2^-126 their size (the least has no
-# exponent), times a scale. The sign comes from a word with the signs of every other number alone:
-# what else that has lies where the number is taken, so one choice of bits puts both together.
-FP4_SCALED = gl.constexpr(
-    """{ .reg .b32 a, b, c, d, t, even, odd;
-    and.b32 even, $8, 0x08080808; and.b32 odd, $8, 0x80808080;
-    shl.b32 a, $8, 6; shl.b32 t, even, 12; lop3.b32 a, a, t, 0x01C001C0, 0xE4;
-    shl.b32 b, $8, 2; shl.b32 t, odd, 8; lop3.b32 b, b, t, 0x01C001C0, 0xE4;
-    shr.u32 c, $8, 2; shl.b32 t, even, 4; lop3.b32 c, c, t, 0x01C001C0, 0xE4;
-    shr.u32 d, $8, 6; lop3.b32 d, d, odd, 0x01C001C0, 0xE4;
-    mul.rn.bf16x2 a, a, $9; mul.rn.bf16x2 b, b, $9;
-    mul.rn.bf16x2 c, c, $9; mul.rn.bf16x2 d, d, $9;
-    mov.b32 {$0, $4}, a; mov.b32 {$1, $5}, b; mov.b32 {$2, $6}, c; mov.b32 {$3, $7}, d; }"""
-)
-FP4_UNITS = gl.constexpr(2.0**62)
-"""How many of an operand's units are 1 where numbers of e2m1 are scaled."""
 
 
 @gluon.constexpr_function
@@ -123,11 +108,10 @@ def fp4_operand(words, scale, ROWS: gl.constexpr, WARPS: gl.constexpr):
     entries, in FP4_UNITS and rounded once, in the order of `_int4_operand`. Scales of 2^-64 to 2^63
     leave them within the range of bfloat16.
     """
-    factor = (scale.to(gl.float32) * 2.0**64).to(gl.int32, bitcast=True)
     a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
         FP4_SCALED,
         "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-        [words, (factor >> 16 & 0xFFFF) * 0x10001],
+        [words, fp4_factor(scale)],
         dtype=(gl.bfloat16,) * 8,
         is_pure=True,
         pack=1,

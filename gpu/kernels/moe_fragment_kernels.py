@@ -11,7 +11,6 @@ from triton.experimental.gluon.language._layouts import DistributedLinearLayout
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from .fragment_kernel import (
-    FP4_UNITS,
     STEP,
     fp4_operand,
     masked_load,
@@ -19,6 +18,7 @@ from .fragment_kernel import (
     tokens_operand,
 )
 from .moe_narrow_kernels import _between
+from .narrow_kernels import FP4_UNITS
 from .overlap import wait
 
 WORDS = gl.constexpr(16)

@@ -14,6 +14,7 @@ from ...ops.implement import Refusal
 from .gemv import block_rows
 from .launch import (
     FLOATS,
+    INTERPRETED,
     config,
     hopper,
     kind_of,
@@ -131,13 +132,19 @@ def moe_experts_narrow(
     return product(x, weights, experts, up, out, act)
 
 
-def _fragments_take(x: torch.Tensor, weight: _Weight, act: _Between, rows: int = 1) -> bool:
-    """Whether `expert_kernel`, which knows no gelu, takes a product whose experts have so many rows
-    on average. It takes scales of powers of two, as those of mxfp4 are, which bfloat16 has.
+def _mxfp4(x: torch.Tensor, weight: _Weight) -> bool:
+    """Whether it is a product in bfloat16 with a weight in mxfp4: scales are powers of two, which
+    bfloat16 has.
     """
     powers = weight.scale is not None and weight.scale.dtype == torch.bfloat16
-    mxfp4 = powers and weight.kind == "fp4" and weight.group == 32
-    taken = mxfp4 and dtype_name(x) == "bfloat16" and not act.gelu
+    return powers and (weight.kind, weight.group, dtype_name(x)) == ("fp4", 32, "bfloat16")
+
+
+def _fragments_take(x: torch.Tensor, weight: _Weight, act: _Between, rows: int = 1) -> bool:
+    """Whether `expert_kernel`, which knows no gelu, takes a product whose experts have so many rows
+    on average.
+    """
+    taken = _mxfp4(x, weight) and not act.gelu
     return taken and hopper() and rows <= config("moe_fragments")["rows"]
 
 
@@ -274,12 +281,13 @@ def _product(
     variants = dtype_name(x), f"{of_kind}/{role}", of_kind, most
     setting = config("moe_narrow_product", *variants)
     block_m, block_n = setting["block_m"], setting["block_n"]
+    words = _mxfp4(x, weight) and (INTERPRETED or hopper())
     blocks, direct = blocks_of(choices, count, block_m, found)
     narrow_product_kernel[(triton.cdiv(n, block_n), blocks)](
         x, *weight.arrays, out, order, starts, act.alpha, act.limit, x.stride(0),
         N=n, K=weight.k, EXPERTS=count, TOP_K=top_k, GATED=gated, **weight.constants,
         **act.constants, BLOCK_M=block_m, BLOCK_N=block_n,
         BLOCK_K=weight.block_k(setting["block_k"]), BLOCK_E=power_of_2(count), FOUND=found,
-        DIRECT=direct, STAGES=setting["stages"], LEFT=setting["left"],
+        DIRECT=direct, STAGES=setting["stages"], LEFT=setting["left"], WORDS=words,
         num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip

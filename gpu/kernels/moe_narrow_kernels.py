@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .arithmetic import activated, dot, exp
 from .moe_kernels import block_of_program, rows_of_block
-from .narrow_kernels import INT4_ZERO, _entries, _spread
+from .narrow_kernels import FP4_UNITS, INT4_ZERO, _entries, _spread, fp4_scaled
 from .overlap import wait
 
 
@@ -88,18 +88,43 @@ def _wide(
 
 
 @triton.jit
-def _wide_rows(
-    weight, scale, zero, row, real, start, K: tl.constexpr, KIND: tl.constexpr,
-    GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, BLOCK_K: tl.constexpr,
+def _scaled_rows(
+    weight, scale, row, real, start, K: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Entries of rows of a weight, as `_wide` has them."""
-    raw = _raw_rows(weight, row, real, start, K, KIND, BLOCK_K)
-    return _wide(raw, scale, zero, row, real, start, K, KIND, GROUP, HAS_ZERO, BLOCK_K)
+    """Entries [n BLOCK_K] bfloat16 of rows of a weight in mxfp4 in FP4_UNITS, eight from a word."""
+    j = start // 8 + tl.arange(0, BLOCK_K // 8)
+    place = weight.to(tl.pointer_type(tl.int32), bitcast=True) + row[:, None] * (K // 8) + j[None, :]
+    if K % BLOCK_K == 0:
+        words = tl.load(place, mask=real[:, None], other=0)
+    else:
+        words = tl.load(place, mask=real[:, None] & (j < K // 8)[None, :], other=0)
+    shares = _group_scales(scale, row, real, start // GROUP, K // GROUP, BLOCK_K // GROUP)
+    a, b, c, d, e, f, g, h = fp4_scaled(words, _spread(shares, GROUP // 8))
+    even = tl.join(tl.join(a, e), tl.join(c, g))
+    odd = tl.join(tl.join(b, f), tl.join(d, h))
+    return tl.reshape(tl.join(even, odd), [row.shape[0], BLOCK_K])
+
+
+@triton.jit
+def _product_rows(
+    weight, scale, zero, row, real, start, K: tl.constexpr, KIND: tl.constexpr,
+    GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """Entries [n BLOCK_K] of rows of a weight from `start` on, rounded to `dtype`: as `_wide` has
+    them, or `_scaled_rows` if WORDS.
+    """
+    if WORDS:
+        return _scaled_rows(weight, scale, row, real, start, K, GROUP, BLOCK_K)
+    else:
+        raw = _raw_rows(weight, row, real, start, K, KIND, BLOCK_K)
+        wide = _wide(raw, scale, zero, row, real, start, K, KIND, GROUP, HAS_ZERO, BLOCK_K)
+        return wide.to(dtype)
 
 
 @triton.jit
 def _row_scales(scale, row, real, K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr):
-    """What sums of `_wide_rows` over k are multiplied by [n]."""
+    """What sums of `_product_rows` over k are multiplied by [n]."""
     if KIND == "plain" or GROUP < K:
         return tl.full(row.shape, 1.0, tl.float32)
     else:
@@ -232,10 +257,11 @@ def narrow_product_kernel(
     KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
     CLAMPED: tl.constexpr, GELU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, FOUND: tl.constexpr, DIRECT: tl.constexpr,
-    STAGES: tl.constexpr, LEFT: tl.constexpr, OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr, LEFT: tl.constexpr, WORDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (block of results, block of rows, or if FOUND choice): see `product_kernel` of
     `moe_kernels.py`. LEFT: the weight is the left operand, which tensor cores take from registers.
+    WORDS: it is mxfp4, whose scales are bfloat16, and is widened a word at a time.
     """
     wait(OVERLAP)
     expert, first, stop, found = block_of_program(
@@ -268,17 +294,21 @@ def narrow_product_kernel(
                 a = tl.load(
                     rows[:, None] + at[None, :], mask=real[:, None] & (at < K)[None, :], other=0.0
                 )
-            w = _wide_rows(
-                weight, scale, zero, of_first, inside, start, K, KIND, GROUP, HAS_ZERO, BLOCK_K
-            ).to(dtype)  # fmt: skip
+            w = _product_rows(
+                weight, scale, zero, of_first, inside, start, K, KIND, GROUP, HAS_ZERO, BLOCK_K,
+                WORDS, dtype,
+            )  # fmt: skip
             acc = dot(w, a, acc) if LEFT else dot(a, tl.trans(w), acc)
             if GATED:
-                u = _wide_rows(
-                    weight, scale, zero, of_up, inside, start, K, KIND, GROUP, HAS_ZERO, BLOCK_K
-                ).to(dtype)  # fmt: skip
+                u = _product_rows(
+                    weight, scale, zero, of_up, inside, start, K, KIND, GROUP, HAS_ZERO, BLOCK_K,
+                    WORDS, dtype,
+                )  # fmt: skip
                 up = dot(u, a, up) if LEFT else dot(a, tl.trans(u), up)
         if LEFT:
             acc, up = tl.trans(acc), tl.trans(up)
+        if WORDS:
+            acc, up = acc * FP4_UNITS, up * FP4_UNITS
         acc *= share
         if HAS_BIAS:
             acc += tl.load(bias + of_first, mask=inside, other=0.0).to(tl.float32)[None, :]

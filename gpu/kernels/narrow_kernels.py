@@ -23,6 +23,22 @@ ASSEMBLED = tl.constexpr(not triton.knobs.runtime.interpret)
 """The interpreter knows no instructions of a chip."""
 
 INT4_ZERO = tl.constexpr(8)
+# Numbers of e2m1, moved to where they are bfloat16 of 2^-126 their size (the least has no
+# exponent), times a scale. The sign comes from a word with the signs of every other number alone:
+# what else that has lies where the number is taken, so one choice of bits puts both together.
+FP4_SCALED = tl.constexpr(
+    """{ .reg .b32 a, b, c, d, t, even, odd;
+    and.b32 even, $8, 0x08080808; and.b32 odd, $8, 0x80808080;
+    shl.b32 a, $8, 6; shl.b32 t, even, 12; lop3.b32 a, a, t, 0x01C001C0, 0xE4;
+    shl.b32 b, $8, 2; shl.b32 t, odd, 8; lop3.b32 b, b, t, 0x01C001C0, 0xE4;
+    shr.u32 c, $8, 2; shl.b32 t, even, 4; lop3.b32 c, c, t, 0x01C001C0, 0xE4;
+    shr.u32 d, $8, 6; lop3.b32 d, d, odd, 0x01C001C0, 0xE4;
+    mul.rn.bf16x2 a, a, $9; mul.rn.bf16x2 b, b, $9;
+    mul.rn.bf16x2 c, c, $9; mul.rn.bf16x2 d, d, $9;
+    mov.b32 {$0, $4}, a; mov.b32 {$1, $5}, b; mov.b32 {$2, $6}, c; mov.b32 {$3, $7}, d; }"""
+)
+FP4_UNITS = tl.constexpr(2.0**62)
+"""How many of an operand's units are 1 where numbers of e2m1 are scaled."""
 
 
 @triton.jit
@@ -54,6 +70,32 @@ def _e2m1(q, dtype: tl.constexpr):
         size = wide & 7
         some = tl.where(size < 2, size * half, half + (size << shift)).to(tl.uint16)
         return (sign | some).to(dtype, bitcast=True)
+
+
+@triton.jit
+def fp4_factor(scale):
+    """What FP4_SCALED multiplies by for scales of bfloat16: 2^64 of them, twice in a word."""
+    factor = (scale.to(tl.float32) * 2.0**64).to(tl.int32, bitcast=True)
+    return (factor >> 16 & 0xFFFF) * 0x10001
+
+
+@triton.jit
+def fp4_scaled(words, scale):
+    """The eight numbers of words, the first from the lowest bits, times scales of bfloat16 in
+    FP4_UNITS, rounded once to bfloat16. Scales of 2^-64 to 2^63 leave them within its range.
+    """
+    if ASSEMBLED:
+        return tl.inline_asm_elementwise(
+            FP4_SCALED, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, fp4_factor(scale)],
+            dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        share = scale.to(tl.float32) * 2.0**-62
+        found = ()
+        for i in tl.static_range(8):
+            number = _e2m1(words >> 4 * i & 15, tl.float32) * share
+            found += (number.to(tl.bfloat16),)  # type: ignore[assignment]
+        return found
 
 
 @triton.jit
