@@ -64,32 +64,38 @@ FP8_FEW = [
         (16384, 4, 4, 256, 8192, 3), (8192, 16, 2, 256, 4096, 3), (32768, 8, 8, 256, 4096, 3),
     ]
 ]  # fmt: skip
-FP8_PRODUCT = [
-    {"block_m": m, "block_n": n, "block_k": k, "warps": w, "stages": s, "left": left}
-    for m, n, k, w, s, left in [
+TILES = {
+    "fp8": [
         (16, 64, 128, 4, 3, 0), (16, 64, 128, 4, 3, 1), (16, 32, 256, 4, 3, 0),
         (16, 32, 256, 2, 3, 1), (16, 32, 128, 4, 3, 0), (16, 128, 128, 4, 3, 0),
         (128, 128, 64, 8, 3, 0), (128, 64, 64, 4, 3, 0),
         (128, 64, 64, 4, 3, 1), (128, 64, 32, 4, 4, 1), (256, 64, 64, 8, 3, 1),
-    ]
-]  # fmt: skip
+    ],
+    "fp4": [
+        (64, 64, 64, 4, 3, 0), (64, 64, 64, 4, 3, 1), (64, 64, 128, 4, 3, 0),
+        (64, 64, 128, 4, 3, 1), (64, 128, 64, 4, 3, 0), (64, 128, 64, 8, 3, 0),
+        (64, 128, 64, 8, 3, 1), (64, 32, 128, 4, 3, 0), (32, 64, 128, 4, 3, 0),
+        (128, 128, 64, 8, 3, 0), (128, 128, 64, 8, 3, 1), (128, 64, 64, 4, 3, 0),
+        (128, 64, 64, 4, 3, 1), (128, 64, 128, 4, 3, 0), (128, 128, 128, 8, 3, 0),
+        (128, 256, 64, 8, 3, 0), (256, 64, 64, 8, 3, 1), (256, 128, 64, 8, 3, 0),
+    ],
+}  # fmt: skip
+"""Rows, results and entries of k of a block, warps, stages, whether the weight is on the left."""
 
 
-def fp8_settings(shape: Shape, tokens: int) -> Iterator[tuple[str, dict[str, dict[str, int]]]]:
-    """Those of experts in fp8: blocks of 16 rows for few rows an expert, of 128 for many; of gate
-    and up, and of down.
-    """
-    if tokens <= 2:
-        for entry in FP8_FEW:
-            yield f"few {[*entry.values()]}", {"moe_narrow_few/fp8": entry}
-        return
+def tiles(
+    shape: Shape, kind: str, tokens: int
+) -> Iterator[tuple[str, dict[str, dict[str, int]]]]:
+    """Those of `narrow_product_kernel`: of gate and up, and of down."""
     rows = moe.rows_of_block(tokens * shape.top_k, shape.experts)
-    for entry in FP8_PRODUCT:
-        if (entry["block_m"] > 64) == (rows == "128"):
+    names = "block_m", "block_n", "block_k", "warps", "stages", "left"
+    for numbers in TILES[kind]:
+        if (numbers[0] > 64) == (rows == "128"):
+            entry = dict(zip(names, numbers, strict=True))
             for role in ("up", "down"):
-                names = "bfloat16", f"fp8/{rows}/{role}", f"fp8/{rows}", rows
-                name = "/".join(("moe_narrow_product", *names))
-                yield f"{role} {[*entry.values()]}", {name: entry}
+                variants = "bfloat16", f"{kind}/{rows}/{role}", f"{kind}/{rows}", rows
+                name = "/".join(("moe_narrow_product", *variants))
+                yield f"{role} {[*numbers]}", {name: entry}
 
 
 def settings(
@@ -97,9 +103,14 @@ def settings(
 ) -> Iterator[tuple[str, dict[str, dict[str, int]]]]:
     """(name, entries of `configs.json`) to try for so many tokens."""
     yield "configs.json", {}
-    if kind == "fp8":
-        yield from fp8_settings(shape, tokens)
-    if kind != "fp4":
+    if kind == "plain":
+        return
+    if kind == "fp8" and tokens <= 2:
+        for entry in FP8_FEW:
+            yield f"few {[*entry.values()]}", {"moe_narrow_few/fp8": entry}
+        return
+    if kind == "fp8" or tokens * shape.top_k > 16 * shape.experts:
+        yield from tiles(shape, kind, tokens)
         return
     yield "plain", {"moe_fragments": {"rows": 0}}
     base = {"moe_fragments": {"rows": 64}}
@@ -111,7 +122,7 @@ def settings(
         return
     for n, w, a in PRODUCT:
         entry = {"block_n": n, "warps": w, "ahead": a}
-        yield f"rows {n} {w} {a}", base | {f"moe_fragments/{m}": entry for m in (8, 16, 32)}
+        yield f"rows {n} {w} {a}", base | {f"moe_fragments/{m}": entry for m in (2, 4, 8, 16, 32)}
 
 
 def weights(shape: Shape, kind: str) -> list[Any]:

@@ -17,7 +17,7 @@ from .fragment_kernel import (
     step_layout,
     tokens_operand,
 )
-from .moe_narrow_kernels import _between
+from .moe_narrow_kernels import _between, operand_place
 from .narrow_kernels import FP4_UNITS
 from .overlap import wait
 
@@ -52,14 +52,22 @@ def _both(mask, other):
 
 
 @gluon.jit
+def _ordered_operand(place, mask, M: gl.constexpr, WARPS: gl.constexpr):
+    """`tokens_operand` of rows that stand in the order of `operand_place`."""
+    y = masked_load(place, mask, "").reshape([WARPS, M, 4, 4, 2, 2, 2])
+    return y.permute([0, 1, 3, 4, 5, 2, 6]).reshape([WARPS, M, STEP]).permute([0, 2, 1])
+
+
+@gluon.jit
 def _sums(
     weight, scale, of_weight, real, x, of_x, x_real, K: gl.constexpr, PARTS: gl.constexpr,
-    M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
-    LAYOUT: gl.constexpr, TOKENS: gl.constexpr,
+    ORDERED: gl.constexpr, M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+    AHEAD: gl.constexpr, LAYOUT: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """Sums [warp n m] float32 of each warp over its part of k: of rows `of_weight` [warp n 1 1]
     of the weight by rows at `of_x` [warp m 1] of x, where the masks `real` and `x_real` hold or are
-    None. Warp w takes the steps w % PARTS, then every PARTS-th.
+    None. Warp w takes the steps w % PARTS, then every PARTS-th. ORDERED: rows of x stand in the
+    order of `operand_place`.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -91,7 +99,10 @@ def _sums(
             a = gl.convert_layout(a, left, assert_trivial=True)
             k = at + (s - AHEAD) * (PARTS * STEP)
             known = x_real if s - AHEAD < whole else _both(x_real, k < K)
-            b = tokens_operand(x + of_x + k, known, "fp4", M, WARPS)
+            if ORDERED:
+                b = _ordered_operand(x + of_x + k, known, M, WARPS)
+            else:
+                b = tokens_operand(x + of_x + k, known, "fp4", M, WARPS)
             b = gl.convert_layout(b, right, assert_trivial=True)
             total = mma_v2(a, b, total)
     return total * FP4_UNITS
@@ -114,7 +125,8 @@ def expert_kernel(
 
     N results of K entries. If GATED a block of the weight has gate and up of BLOCK_N / 2 of them,
     in turns. Rows of x are those of choices if GATED, else the choices themselves, sorted; blocks
-    of M of them are one expert's. Not SORTED, a choice is a block.
+    of M of them are one expert's. Not SORTED, a choice is a block. Rows of x stand in the order of
+    `operand_place`, but not tokens that were not SORTED; results of GATED do too.
     """
     wait(OVERLAP)
     LAYOUT: gl.constexpr = _words(WARPS, BLOCK_N)
@@ -154,8 +166,8 @@ def expert_kernel(
         else:
             of_x = (block // TOP_K if GATED else block).to(gl.int64) * x_stride
         total = _sums(
-            weight, scale, of_weight, real, x, of_x, x_real, K, WARPS, M, BLOCK_N, WARPS, AHEAD,
-            LAYOUT, TOKENS,
+            weight, scale, of_weight, real, x, of_x, x_real, K, WARPS, SORTED or not GATED, M,
+            BLOCK_N, WARPS, AHEAD, LAYOUT, TOKENS,
         )  # fmt: skip
         # Two rows of the weight, gate and up, are one thread's.
         results: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -181,7 +193,9 @@ def expert_kernel(
         target = out_m
         if SORTED and not GATED:
             target = gl.load(order + out_m, mask=out_m < stop, other=0)
-        place = out + target.to(gl.int64)[None, :] * N + out_n[:, None]
+        # What is between the two products stands in the order in which the second reads it.
+        column_n = operand_place(out_n) if GATED else out_n
+        place = out + target.to(gl.int64)[None, :] * N + column_n[:, None]
         mask = (out_m < stop)[None, :] & (out_n < N)[:, None]
         gl.store(place, y.to(out.dtype.element_ty), mask=mask)
 
@@ -219,7 +233,7 @@ def token_down_kernel(
     column = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))[None, :, None]
     x_real = (own >= 0) & (own < EXPERTS) & (column == 0)
     sums = _sums(
-        weight, scale, row, real, hidden, of_x, x_real, K, PARTS, M, BLOCK_N, WARPS, AHEAD,
+        weight, scale, row, real, hidden, of_x, x_real, K, PARTS, True, M, BLOCK_N, WARPS, AHEAD,
         LAYOUT, TOKENS,
     )  # fmt: skip
     total = gl.sum(sums, 2)

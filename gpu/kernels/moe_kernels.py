@@ -95,15 +95,12 @@ def route_kernel(
     tl.store(experts + out, tl.where(real, ids, -1), mask=mask)
 
 
-@triton.jit(do_not_specialize=["choices"])
-def sort_kernel(
-    experts, order, starts, choices, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+@triton.jit
+def sorted_choices(
+    experts, order, starts, choices, e, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Grid (expert): its choices in order, from `starts[expert]` on."""
-    e = tl.program_id(0)
+    """Write the choices of expert e in order, from `starts[e]` on."""
     n = tl.arange(0, BLOCK)
-    wait(OVERLAP)
     before, mine = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     for first in tl.range(0, choices, BLOCK):
         expert = tl.load(experts + first + n, mask=first + n < choices, other=-1)
@@ -118,6 +115,16 @@ def sort_kernel(
         own = (expert == e).to(tl.int32)
         tl.store(order + start + tl.cumsum(own, 0) - 1, first + n, mask=own > 0)
         start += tl.sum(own, 0)
+
+
+@triton.jit(do_not_specialize=["choices"])
+def sort_kernel(
+    experts, order, starts, choices, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (expert): its choices in order, from `starts[expert]` on."""
+    wait(OVERLAP)
+    sorted_choices(experts, order, starts, choices, tl.program_id(0), EXPERTS, BLOCK)
 
 
 @triton.jit

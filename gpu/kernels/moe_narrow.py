@@ -28,6 +28,7 @@ from .moe_narrow_kernels import (
     narrow_few_down_kernel,
     narrow_few_gated_kernel,
     narrow_product_kernel,
+    sort_and_order_kernel,
 )
 from .narrow import refused_groups
 
@@ -161,9 +162,10 @@ def _fragments(
         m, blocks, setting = 8, choices, config("moe_fragments", "few")
     else:
         # Experts that have twice as many rows as others on average still have one block.
-        m = next((rows for rows in (8, 16) if 2 * choices <= rows * count), 32)
+        most = next((rows for rows in (2, 4, 8, 16) if 2 * choices <= rows * count), 32)
+        m = max(8, most)
         blocks = choices // m + min(count, choices)
-        setting = config("moe_fragments", str(m))
+        setting = config("moe_fragments", str(most), str(m))
     block_n, warps = setting["block_n"], setting["warps"]
     values, scale, _, bias = weight.arrays
     expert_kernel[(triton.cdiv(2 * n if gated else n, block_n), blocks)](
@@ -172,7 +174,7 @@ def _fragments(
         act.limit, x.stride(0), N=n, K=weight.k, EXPERTS=count, TOP_K=top_k, GATED=gated,
         SORTED=starts is not None, HAS_BIAS=weight.bias is not None, CLAMPED=act.clamped, M=m,
         BLOCK_N=block_n, WARPS=warps, AHEAD=setting["ahead"], BLOCK_E=power_of_2(count),
-        num_warps=warps, **overlap(early=True),
+        num_warps=warps, maxnreg=setting.get("registers"), **overlap(early=True),
     )  # fmt: skip
 
 
@@ -238,17 +240,38 @@ def _many(
     choices = tokens * top_k
     hidden = torch.empty((choices, down.k), dtype=x.dtype, device=x.device)
     rows = torch.empty((choices, dim), dtype=x.dtype, device=x.device)
-    products = (x, up, hidden, True), (hidden, down, rows, False)
     rows_each = triton.cdiv(choices, count)
     fragments = all(_fragments_take(x, weight, act, rows_each) for weight in (up, down))
     found = 0 if fragments else words_of(choices, config("moe_narrow", dtype_name(x))["found"])
-    order, starts = (experts, experts) if found else sorted_by_expert(experts, count)
+    if fragments:
+        order, starts, x = _sorted_and_ordered(experts, count, x)
+    elif found:
+        order, starts = experts, experts
+    else:
+        order, starts = sorted_by_expert(experts, count)
+    products = (x, up, hidden, True), (hidden, down, rows, False)
     for source, weight, target, gated in products:
         if fragments:
             _fragments(source, weight, target, experts, order, starts, act, gated=gated)
         else:
             _product(source, weight, target, order, starts, top_k, act, gated, found)
     return combined(rows, weights, experts, count, x)
+
+
+def _sorted_and_ordered(
+    experts: torch.Tensor, count: int, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `sorted_by_expert` gives, and x in the order of `operand_place`."""
+    choices, (tokens, k) = experts.numel(), x.shape
+    order = torch.empty(choices, dtype=torch.int32, device=x.device)
+    starts = torch.empty(count + 1, dtype=torch.int32, device=x.device)
+    out = torch.empty((tokens, k), dtype=x.dtype, device=x.device)
+    sort_and_order_kernel[(count + tokens,)](
+        experts, order, starts, choices, x, out, x.stride(0),
+        K=k, EXPERTS=count, BLOCK=min(config("moe_sort")["block"], power_of_2(choices)),
+        BLOCK_K=power_of_2(k), num_warps=8, **overlap(early=True),
+    )  # fmt: skip
+    return order, starts, out
 
 
 def words_of(choices: int, most: int) -> int:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .arithmetic import activated, dot, exp
-from .moe_kernels import block_of_program, rows_of_block
+from .moe_kernels import block_of_program, rows_of_block, sorted_choices
 from .narrow_kernels import FP4_UNITS, INT4_ZERO, _entries, _spread, fp4_scaled
 from .overlap import wait
 
@@ -320,3 +320,27 @@ def narrow_product_kernel(
         target = (m if GATED else choice).to(tl.int64)
         place = out + target[:, None] * N + n[None, :]
         tl.store(place, acc.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+
+
+@triton.jit
+def operand_place(k):
+    """Where entry k of a row stands in the order in which operands of numbers of 4 bits have it: of
+    eight neighbours the one that goes with the lower half of a register, then that of the upper.
+    """
+    return k // 8 * 8 + k % 4 * 2 + k % 8 // 4
+
+
+@triton.jit(do_not_specialize=["choices"])
+def sort_and_order_kernel(
+    experts, order, starts, choices, x, out, x_stride, K: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (expert, then token): `sort_kernel`, and rows of x in the order of `operand_place`."""
+    wait(OVERLAP)
+    program = tl.program_id(0)
+    if program < EXPERTS:
+        sorted_choices(experts, order, starts, choices, program, EXPERTS, BLOCK)
+    else:
+        t, k = (program - EXPERTS).to(tl.int64), tl.arange(0, BLOCK_K)
+        y = tl.load(x + t * x_stride + k, mask=k < K, other=0.0)
+        tl.store(out + t * K + operand_place(k), y, mask=k < K)

@@ -976,6 +976,41 @@ def test_triton_experts_of_mxfp4(kernels, device, tokens, top_k, alpha):
     judge("moe_experts_narrow", arguments | chosen | {"limit": 0.9 if alpha else 0.0}, device)
 
 
+@pytest.mark.parametrize("tokens", [17, 28, 60, 140])
+def test_triton_experts_of_mxfp4_with_many_rows(kernels, device, tokens):
+    """Entries widened a word at a time, in blocks of 32, 64 and 128 rows that are not full, of k
+    that ends within a step.
+    """
+    rng, (dim, inter, experts) = np.random.default_rng(tokens), (224, 96, 2)
+    chosen = _chosen(rng.normal(size=(tokens, experts)), 2, True)
+    chosen["experts"][::3, 1] = -1
+    arguments = {"x": normal(rng, "bfloat16", tokens, dim), "kind": "fp4"}
+    for name, n, k in (("gate_up", 2 * inter, dim), ("down", dim, inter)):
+        bias = normal(rng, "bfloat16", experts, n)
+        arguments |= _named(name, _mxfp4(rng, experts, n, k), bias)
+    judge("moe_experts_narrow", arguments | chosen | {"alpha": 1.702, "limit": 0.9}, device)
+
+
+@pytest.mark.parametrize(("choices", "experts"), [(7, 3), (40, 5), (300, 2)])
+def test_triton_sorts_choices_and_orders_rows(kernels, device, choices, experts):
+    """One launch does what two did: choices by experts, and rows of x as operands have them."""
+    import torch
+
+    from twinfer.gpu.kernels.moe import sorted_by_expert
+    from twinfer.gpu.kernels.moe_narrow import _sorted_and_ordered
+
+    rng, dim = np.random.default_rng(choices), 96
+    ids = torch.from_numpy(rng.integers(-1, experts + 1, (choices, 1)).astype(np.int32)).to(device)
+    x = torch.arange(choices * dim, device=device).reshape(choices, dim).to(torch.float32)
+    order, starts, ordered = _sorted_and_ordered(ids, experts, x)
+    want, want_starts = sorted_by_expert(ids, experts)
+    stop = int(want_starts[-1])
+    assert torch.equal(starts, want_starts)
+    assert torch.equal(order[:stop], want[:stop])
+    # Of eight neighbours i is beside i + 4.
+    assert torch.equal(ordered, x.reshape(-1, 2, 4).transpose(1, 2).reshape(choices, dim))
+
+
 @pytest.mark.parametrize(("group", "gelu"), [(128, False), (0, True)])
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 4), (4, 3), (12, 3)])
 def test_triton_experts_of_fp8(kernels, device, tokens, top_k, group, gelu):

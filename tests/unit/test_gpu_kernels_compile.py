@@ -541,7 +541,9 @@ def test_narrow_experts_compile(compiled, tokens, kind, group, act):
     few = ["narrow_few_gated_kernel", "narrow_few_down_kernel"]
     product = "expert_kernel" if fragments and tokens < 300 else "narrow_product_kernel"
     many = [product, product, "combine_kernel"]
-    if fragments or tokens * top_k > 128:
+    if product == "expert_kernel":
+        many = ["sort_and_order_kernel", *many]
+    elif fragments or tokens * top_k > 128:
         many = ["sort_kernel", *many]
     if fragments:
         few = ["expert_kernel", "token_down_kernel"]
