@@ -83,9 +83,7 @@ TILES = {
 """Rows, results and entries of k of a block, warps, stages, whether the weight is on the left."""
 
 
-def tiles(
-    shape: Shape, kind: str, tokens: int
-) -> Iterator[tuple[str, dict[str, dict[str, int]]]]:
+def tiles(shape: Shape, kind: str, tokens: int) -> Iterator[tuple[str, dict[str, dict[str, int]]]]:
     """Those of `narrow_product_kernel`: of gate and up, and of down."""
     rows = moe.rows_of_block(tokens * shape.top_k, shape.experts)
     names = "block_m", "block_n", "block_k", "warps", "stages", "left"

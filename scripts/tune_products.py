@@ -2,7 +2,7 @@
 products of 3 to 256 rows, for the weights of public shapes on this GPU.
 
     python scripts/tune_products.py [--shapes llama3-8b,qwen3-0.6b] [--rows 8,32,64] [--ranks 1]
-    [--kernels skinny,tiles,held] [--json best.json]
+    [--kernels skinny,tiles,held] [--products qkv,router] [--json best.json]
 
 Each figure is microseconds of one product behind a norm, which is in all of them, inside a CUDA
 graph of many, over so many copies of the weight that the L2 cache holds none; `floor` are the
@@ -40,7 +40,12 @@ from twinfer.shared.models.placement import shard_config
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.models.spec import Shard
 
-PRODUCTS = ("qkv", "o", "gate_up", "down")
+PRODUCTS = ("qkv", "o", "gate_up", "down", "router")
+FLOAT32 = ("router", "head")
+"""Those whose results are not rounded."""
+FEW_RESULTS = 256
+"""Up to so many results, those of routers, a product has few programs unless k is divided often."""
+FEW_DIVIDED = (4, 8, 11, 15, 22)
 MOST_SHARED = 220_000
 """Bytes of shared memory of a processor that blocks in flight may take together."""
 FEW_STEPS, MANY_PROGRAMS = 4, 2.3
@@ -99,10 +104,12 @@ def tiles(n: int, k: int, rows: int, gated: bool, whole: bool) -> Iterator[Setti
         if twice * block_n * block_m > 128 * 128:  # sums that registers cannot hold
             continue
         blocks = -(-width // block_n)
-        for parts in (1,) if whole else (1, 2, 3, 4, 5, 6, 8):
+        few = n <= FEW_RESULTS
+        divided = (1, 2, 3, 4, 5, 6, 8, *(FEW_DIVIDED[2:] if few else ()))
+        for parts in (1,) if whole else divided:
             steps = k // gemv.TILE_K // parts
             programs = blocks * parts
-            if steps < FEW_STEPS or programs < processors // 4:
+            if steps < (2 if few else FEW_STEPS) or (programs < processors // 4 and not few):
                 continue
             if parts > 1 and programs > MANY_PROGRAMS * processors:
                 continue
@@ -119,7 +126,10 @@ def skinny(n: int, k: int, rows: int, gated: bool, whole: bool) -> Iterator[Sett
     if rows > gemv.MAX_ROWS:
         return
     block_m = launch.power_of_2(rows, 16)
-    if block_m == 16:
+    few = n <= FEW_RESULTS
+    if few:
+        blocks = [(16, 128), (32, 64), (32, 128), (64, 128)]
+    elif block_m == 16:
         blocks = [(16, 256), (32, 128), (32, 256), (64, 128)]
     elif block_m == 32:
         blocks = [(32, 128), (64, 64), (64, 128)]
@@ -131,17 +141,19 @@ def skinny(n: int, k: int, rows: int, gated: bool, whole: bool) -> Iterator[Sett
             continue
         count = -(-width // block_n)
         tile = 2 * block_k * (block_m + block_n * (2 if gated else 1))
-        for stages in (3, 4, 6):
+        for stages in (3,) if few else (3, 4, 6):
             fit = min(6, MOST_SHARED // (tile * (stages - (block_m == 16))))
             if fit < 1:
                 continue
-            for parts in divisions(count, fit):
-                if parts <= 8 and k // parts >= 2 * block_k and not (whole and parts > 1):
-                    for overlap in (n * k, 0) if stages == 6 or block_m == 16 else (n * k,):
-                        yield {
-                            "block_n": block_n, "block_k": block_k, "parts": parts, "warps": 4,
-                            "stages": stages, "overlap": overlap,
-                        }  # fmt: skip
+            for parts in FEW_DIVIDED if few else divisions(count, fit):
+                if parts > (32 if few else 8) or k // parts < 2 * block_k or (whole and parts > 1):
+                    continue
+                both = stages == 6 or (block_m == 16 and not few)
+                for overlap in (n * k, 0) if both else (n * k,):
+                    yield {
+                        "block_n": block_n, "block_k": block_k, "parts": parts, "warps": 4,
+                        "stages": stages, "overlap": overlap,
+                    }  # fmt: skip
 
 
 def held(n: int, k: int, rows: int, gated: bool, whole: bool) -> Iterator[Setting]:
@@ -170,7 +182,8 @@ class Product:
     def __init__(self, weight: Weight, rows: int) -> None:
         name, n, k = weight
         self.gated, self.head = name == "gate_up", name == "head"
-        self.dtype = torch.float32 if self.head else torch.bfloat16
+        self.exactly = name in FLOAT32
+        self.dtype = torch.float32 if self.exactly else torch.bfloat16
         copies = max(2, min(12, -(-256_000_000 // (2 * n * k))))
         self.weights = [
             torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(copies)
@@ -185,7 +198,7 @@ class Product:
 
     def now(self, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """What the engine runs."""
-        if self.head:
+        if self.exactly:
             return gemv.logits(x, weight)
         if not self.gated:
             return gemv.linear(x, weight, None)
@@ -321,6 +334,8 @@ def main() -> None:
         "--ranks", type=whole_number(1), default=1, help="of a model that is divided so"
     )
     parser.add_argument("--kernels", type=some_of(KERNELS), default=",".join(KERNELS))
+    every = (*PRODUCTS, "head")
+    parser.add_argument("--products", type=some_of(every), default=",".join(every))
     parser.add_argument("--json", type=output_file, help="file for the entries")
     arguments = parser.parse_args()
     find_device("cuda")
@@ -331,6 +346,8 @@ def main() -> None:
     for shape in arguments.shapes:
         print(f"## {shape}", flush=True)
         for weight in weights_of(shape, arguments.ranks):
+            if weight[0] not in arguments.products:
+                continue
             by_kernel: dict[str, dict[int, Found]] = {name: {} for name in kernels}
             for rows in arguments.rows:
                 product = Product(weight, rows)

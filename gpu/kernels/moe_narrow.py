@@ -15,6 +15,7 @@ from .gemv import block_rows
 from .launch import (
     FLOATS,
     INTERPRETED,
+    carve_out,
     config,
     hopper,
     kind_of,
@@ -168,7 +169,7 @@ def _fragments(
         setting = config("moe_fragments", str(most), str(m))
     block_n, warps = setting["block_n"], setting["warps"]
     values, scale, _, bias = weight.arrays
-    expert_kernel[(triton.cdiv(2 * n if gated else n, block_n), blocks)](
+    launched = expert_kernel[(triton.cdiv(2 * n if gated else n, block_n), blocks)](
         x, values.view(torch.int32), scale, bias, out, experts,
         experts if order is None else order, experts if starts is None else starts, act.alpha,
         act.limit, x.stride(0), N=n, K=weight.k, EXPERTS=count, TOP_K=top_k, GATED=gated,
@@ -176,6 +177,7 @@ def _fragments(
         BLOCK_N=block_n, WARPS=warps, AHEAD=setting["ahead"], BLOCK_E=power_of_2(count),
         num_warps=warps, maxnreg=setting.get("registers"), **overlap(early=True),
     )  # fmt: skip
+    carve_out(launched, setting)
 
 
 def _few_fragments(
@@ -215,6 +217,7 @@ def _few(
         x, *up.arrays, hidden, experts, act.alpha, act.limit, x.stride(0),
         N=inter, K=dim, EXPERTS=count, TOP_K=top_k, **up.constants, **act.constants,
         BLOCK_N=block_n, BLOCK_K=block_k, num_warps=setting["warps"],
+        maxnreg=setting.get("registers"),
         # LATE: what comes behind reads the choices before its wait.
         **overlap(),
     )  # fmt: skip
@@ -227,7 +230,7 @@ def _few(
         hidden, *down.arrays, weights, experts, out,
         N=dim, K=inter, EXPERTS=count, TOP_K=top_k, **down.constants, BLOCK_C=choices,
         BLOCK_N=block_n, BLOCK_K=block_k, AHEAD=setting["down_ahead"],
-        num_warps=setting["warps"], **overlap(early=True),
+        num_warps=setting["warps"], maxnreg=setting.get("registers"), **overlap(early=True),
     )  # fmt: skip
     return out
 
@@ -312,5 +315,5 @@ def _product(
         **act.constants, BLOCK_M=block_m, BLOCK_N=block_n,
         BLOCK_K=weight.block_k(setting["block_k"]), BLOCK_E=power_of_2(count), FOUND=found,
         DIRECT=direct, STAGES=setting["stages"], LEFT=setting["left"], WORDS=words,
-        num_warps=setting["warps"], **overlap(early=True),
+        num_warps=setting["warps"], maxnreg=setting.get("registers"), **overlap(early=True),
     )  # fmt: skip

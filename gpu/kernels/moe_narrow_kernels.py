@@ -93,7 +93,8 @@ def _scaled_rows(
 ):  # fmt: skip
     """Entries [n BLOCK_K] bfloat16 of rows of a weight in mxfp4 in FP4_UNITS, eight from a word."""
     j = start // 8 + tl.arange(0, BLOCK_K // 8)
-    place = weight.to(tl.pointer_type(tl.int32), bitcast=True) + row[:, None] * (K // 8) + j[None, :]
+    of_row = weight.to(tl.pointer_type(tl.int32), bitcast=True) + row * (K // 8)
+    place = of_row[:, None] + j[None, :]
     if K % BLOCK_K == 0:
         words = tl.load(place, mask=real[:, None], other=0)
     else:
