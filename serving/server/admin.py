@@ -13,9 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import __version__
-from .answers import encode, error_body, error_of
+from .answers import error_body, error_of
 from .app import no_route
 from .replicas import Engines
+from .server import json_response
 
 
 class Admin:
@@ -28,25 +29,27 @@ class Admin:
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Forgets all cached prefixes; 409, and nothing happens, while there are requests."""
         if await self._engine.reset_prefix_cache():
-            return _json(200, {"reset": True})
+            return json_response(200, {"reset": True})
         words = "prefixes cannot be forgotten while requests run or wait"
-        return _json(409, error_body(words, "conflict_error"))
+        return json_response(409, error_body(words, "conflict_error"))
 
     async def drain(self, request: Request) -> Response:
         """Takes no more requests, lets those that are there end, and leaves."""
         self._drain()
-        return _json(200, {"draining": True, "requests": self._engine.num_live})
+        return json_response(200, {"draining": True, "requests": self._engine.num_live})
 
     async def requests(self, request: Request) -> Response:
         """What runs and waits, the oldest first."""
-        return _json(200, {"requests": self._engine.requests()})
+        return json_response(200, {"requests": self._engine.requests()})
 
     async def config(self, request: Request) -> Response:
         """The engine's options as they were resolved, and its sizes."""
         ready = self._engine.ready
         if ready is None:
-            return _json(503, error_body("the engine is starting", "server_error"))
-        return _json(200, {"version": __version__, "options": ready.options, "model": ready.model})
+            return json_response(503, error_body("the engine is starting", "server_error"))
+        return json_response(
+            200, {"version": __version__, "options": ready.options, "model": ready.model}
+        )
 
 
 def build_admin(engine: Engines, drain: Callable[[], None]) -> FastAPI:
@@ -69,10 +72,6 @@ def _guarded(route: Callable[[Request], Awaitable[Response]]) -> Any:
         try:
             return await route(request)
         except Exception as error:
-            return _json(*error_of(error))
+            return json_response(*error_of(error))
 
     return guarded
-
-
-def _json(status: int, body: Any) -> Response:
-    return Response(encode(body), status, media_type="application/json")

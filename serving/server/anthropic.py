@@ -1,14 +1,21 @@
-"""The body of /v1/messages, of Anthropic's API, as the chat that it is."""
+"""/v1/messages, of Anthropic's API: its body as the chat that it is, and its answer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+from starlette.requests import Request
+from starlette.responses import Response
+
 from ...shared.errors import RequestError
 from ...shared.models.fields import show
-from .as_chat import AsChat
-from .fields import ChatRequest
+from ..message_events import Ending, MessageEvents
+from .answers import error_of, message_error
+from .as_chat import AsChat, begin_as_chat, used
+from .events import told_events
+from .fields import ChatRequest, read_fields
+from .server import Server, json_response, read_body
 
 IGNORED = (
     "billing_policy", "cache_control", "context_management", "diagnostics",
@@ -321,3 +328,45 @@ READERS: dict[str, Callable[[str, list[Any]], list[dict[str, Any]]]] = {
     "system": _said_by_system,
 }
 """What makes messages of a chat of the blocks of a role."""
+
+
+async def messages(server: Server, request: Request) -> Response:
+    """/v1/messages, as Anthropic's API has it."""
+    body: MessagesRequest = read_fields(MessagesRequest, await read_body(request))
+    chat, live, reader = await begin_as_chat(server, request, body)
+    name = chat.model or server.settings.names[0]
+    events = MessageEvents(f"msg_{request.scope['twinfer.id']}", name)
+
+    def take() -> list[dict[str, Any]]:
+        return [out for news in live.news() for out in events.take(reader.read(news))]
+
+    def ending() -> Ending:
+        output, usage = live.outputs[0], used(live, reader)
+        stop = output.stop_reason if isinstance(output.stop_reason, str) else None
+        return Ending(usage, stop, is_full=usage.prompt + usage.completion == server.room)
+
+    def whole() -> dict[str, Any]:
+        take()
+        return events.message(ending())
+
+    told = told_events(
+        live,
+        start=lambda: events.start(used(live, reader)),
+        take=take,
+        end=lambda: events.end(ending()),
+        fail=lambda error: [message_error(*error_of(error))],
+    )
+    return await server.answer(request, [live], told if body.stream else None, whole)
+
+
+async def count_tokens(server: Server, request: Request) -> Response:
+    """/v1/messages/count_tokens."""
+    body: CountRequest = read_fields(CountRequest, await read_body(request))
+    body.check()
+    chat = body.chat()
+    try:
+        server.accept(chat)
+        _, ids = await server.render_in_thread(request, chat, None)
+    except RequestError as error:
+        raise body.named(error) from None
+    return json_response(200, {"input_tokens": len(ids)})

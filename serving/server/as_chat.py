@@ -8,9 +8,15 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
+from starlette.requests import Request
 
 from ...shared.errors import RequestError
+from ..responses import Usage
+from .completions import begin_chat
 from .fields import ChatRequest, read_fields, renamed
+from .live import Live
+from .reader import Reader
+from .server import Server
 
 
 class AsChat(BaseModel):
@@ -72,3 +78,26 @@ class AsChat(BaseModel):
             own = self.names[first]
             name = own if first == "messages" else own + field[len(first) :]
         return renamed(error, self.names if name is None else {**self.names, field: name})
+
+
+async def begin_as_chat(
+    server: Server, request: Request, body: AsChat
+) -> tuple[ChatRequest, Live, Reader]:
+    """Sends the chat to the engine that a call of another API asks for. Errors have the names
+    that fields have there.
+    """
+    body.check()
+    chat = body.chat()
+    try:
+        live, new_parser = await begin_chat(server, request, chat)
+    except RequestError as error:
+        raise body.named(error) from None
+    live.named = lambda error: body.named(chat.named(error))
+    tells = chat.include_reasoning is not False
+    return chat, live, Reader(new_parser(), server.think_end, tells=tells)
+
+
+def used(live: Live, reader: Reader) -> Usage:
+    """The tokens of a chat's one completion so far."""
+    count, cached = len(live.outputs[0].token_ids), live.num_cached_tokens
+    return Usage(len(live.prompt_ids), count, cached, reader.reasoning_tokens)

@@ -1,14 +1,23 @@
-"""The body of /v1/responses as the chat that it is."""
+"""/v1/responses: its body as the chat that it is, and its answer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from ...shared.errors import RequestError
 from ...shared.models.fields import show
-from .as_chat import AsChat
-from .fields import ChatRequest, read_arguments
+from ..responses import ResponseEvents
+from .answers import message_of
+from .as_chat import AsChat, begin_as_chat, used
+from .events import told_events
+from .fields import ChatRequest, read_arguments, read_fields
+from .live import News
+from .server import Server, read_body
 
 SCORES = "message.output_text.logprobs"
 """What `include` names to have log-probabilities."""
@@ -221,3 +230,47 @@ def _text(where: str, content: Any) -> str:
             raise RequestError(f"{where}.content", f"got {show(part)}, this model reads only text")
         texts.append(text)
     return "".join(texts)
+
+
+async def responses(server: Server, request: Request) -> Response:
+    """/v1/responses, without a store: each call brings all that was said."""
+    body: ResponsesRequest = read_fields(ResponsesRequest, await read_body(request))
+    chat, live, reader = await begin_as_chat(server, request, body)
+    events = ResponseEvents(
+        f"resp_{request.scope['twinfer.id']}",
+        chat.model or server.settings.names[0],
+        int(time.time()),
+        body.repeated(),
+    )
+
+    def take() -> list[dict[str, Any]]:
+        return [
+            out
+            for news in live.news()
+            for part, places in reader.parts(news)
+            for out in events.take(part, _scores(server, chat, news, places))
+        ]
+
+    def whole() -> dict[str, Any]:
+        take()
+        return events.response(used(live, reader))
+
+    told = told_events(
+        live,
+        start=events.start,
+        take=take,
+        end=lambda: events.end(used(live, reader)),
+        fail=lambda error: events.fail(message_of(error)),
+    )
+    return await server.answer(request, [live], told if body.stream else None, whole)
+
+
+def _scores(
+    server: Server, chat: ChatRequest, news: News, places: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Log-probabilities of new tokens at some places, if they were asked for."""
+    if not chat.logprobs or news.logprobs is None:
+        return []
+    tokens = [news.token_ids[place] for place in places]
+    scores = [news.logprobs[place] for place in places]
+    return list(server.words.chat(tokens, scores, chat.top_logprobs or 0)["content"])

@@ -40,7 +40,7 @@ from ..formats.table import FORMATS, Format, find_format
 from ..progress import StartBar
 from ..serve_flags import KEY_VARIABLE
 from .admin import build_admin
-from .app import Settings, build_app
+from .app import build_app
 from .cors import cors_options
 from .doors import Load
 from .engine import EngineProcess, Limits
@@ -48,6 +48,7 @@ from .http import BoundedHttp
 from .logs import configure_logging
 from .metrics import Metrics
 from .replicas import Engines, Replicas, devices_of_replicas
+from .server import Settings
 from .sockets import bind_admin_socket, bind_socket
 from .traces import Traces
 

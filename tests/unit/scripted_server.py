@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import httpx
 
-from twinfer.serving.server.app import Settings, build_app
+from twinfer.serving.server.app import build_app
 from twinfer.serving.server.engine import EngineProcess, Limits
 from twinfer.serving.server.messages import Add
 from twinfer.serving.server.metrics import Metrics
+from twinfer.serving.server.server import Settings
 from twinfer.shared.engine import Logprob, Update
 from twinfer.shared.request import FinishReason
 from twinfer.shared.sampling_params import SamplingParams

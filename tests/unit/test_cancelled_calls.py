@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from twinfer.serving.formats.table import FORMATS
-from twinfer.serving.server.app import Settings, build_app
+from twinfer.serving.server.app import build_app
 from twinfer.serving.server.engine import EngineProcess, Limits
 from twinfer.serving.server.messages import Abort, Add
 from twinfer.serving.server.metrics import Metrics
+from twinfer.serving.server.server import Settings
 from twinfer.shared.engine import Update
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.tokenizer import LONG, Tokenizer

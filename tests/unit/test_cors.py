@@ -8,9 +8,10 @@ import pytest
 
 from twinfer.serving.cli import _parser
 from twinfer.serving.formats.table import FORMATS
-from twinfer.serving.server.app import Settings, build_app
+from twinfer.serving.server.app import build_app
 from twinfer.serving.server.cors import cors_options
 from twinfer.serving.server.metrics import Metrics
+from twinfer.serving.server.server import Settings
 from twinfer.shared.errors import ConfigError
 from twinfer.shared.sampling_params import SamplingParams
 

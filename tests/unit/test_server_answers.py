@@ -19,13 +19,14 @@ from twinfer.serving.formats.parser import OutputParser
 from twinfer.serving.formats.table import FORMATS
 from twinfer.serving.responses import ResponseEvents
 from twinfer.serving.server.answers import ChatAnswer, Reader, Words
-from twinfer.serving.server.app import LARGE, Server, Settings, _last, build_app
+from twinfer.serving.server.app import build_app
 from twinfer.serving.server.engine import EngineProcess, Limits
 from twinfer.serving.server.fields import ChatRequest, read_fields
 from twinfer.serving.server.live import Live
 from twinfer.serving.server.messages import Add, Refused
 from twinfer.serving.server.metrics import Metrics
-from twinfer.serving.server.responses import ResponsesRequest
+from twinfer.serving.server.responses import ResponsesRequest, _scores
+from twinfer.serving.server.server import LARGE, Server, Settings, last_of
 from twinfer.shared.engine import Logprob, Update
 from twinfer.shared.errors import PromptTooLong, RequestError
 from twinfer.shared.models.locate import model_folder
@@ -130,7 +131,7 @@ def test_without_a_tokenizer_the_field_that_needs_one_is_named():
     assert caught.value.field == "messages"
     assert response.named(caught.value).field == "input"
     with pytest.raises(RequestError, match=r"prompt: .* so text needs token ids"):
-        asyncio.run(server._encode(["x"], True, None))
+        asyncio.run(server.encode(["x"], True, None))
 
 
 def test_special_tokens_of_a_chat_are_those_of_its_template_unless_it_asks_for_more():
@@ -157,9 +158,9 @@ def test_what_begins_each_text_stays_before_its_end(kept, read):
     server = Server(Settings(["m"], tokenizer, SamplingParams(), FORMATS["none"]), None, None)
     own = [token for one in "abcd" for token in tokenizer.encode(one, False)]
     ids = [begin, *own, end]
-    found = _last(ids, kept, server._front(True, kept))
+    found = last_of(ids, kept, server.front(True, kept))
     assert [tokenizer.decode([token], False) for token in found] == list(read)
-    assert _last(own, 3, server._front(False, 3)) == own[-3:]
+    assert last_of(own, 3, server.front(False, 3)) == own[-3:]
     assert tokenizer.front == [begin]
     assert TOKENIZER.front == []
 
@@ -177,7 +178,7 @@ def test_others_run_while_many_short_texts_are_encoded():
 
     async def run():
         others = 0
-        encoding = asyncio.create_task(server._encode([text] * 200, True, None))
+        encoding = asyncio.create_task(server.encode([text] * 200, True, None))
         while not encoding.done():
             others += 1
             if others > 3:
@@ -243,7 +244,7 @@ def test_a_response_has_no_scores_of_reasoning_however_it_arrives():
     end = TOKENIZER.encode(";")[0]
     think = dataclasses.replace(FORMATS["think"], think=("<think>", ";"))
     server = Server(Settings(["m"], TOKENIZER, SamplingParams(), think), None, None)
-    server._think_end = end
+    server.think_end = end
     chat = read_fields(ChatRequest, {"messages": [], "logprobs": True})
 
     async def run(step):
@@ -258,7 +259,7 @@ def test_a_response_has_no_scores_of_reasoning_however_it_arrives():
             )
             for news in live.news():
                 for part, places in reader.parts(news):
-                    events.take(part, server._scores(chat, news, places))
+                    events.take(part, _scores(server, chat, news, places))
         return events.response(None)["output"]
 
     for step in (1, 3, 99):

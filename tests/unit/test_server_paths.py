@@ -10,9 +10,10 @@ from safetensors.numpy import save_file
 
 from twinfer.serving.formats.table import FORMATS
 from twinfer.serving.server.answers import fingerprint_of
-from twinfer.serving.server.app import Settings, build_app
+from twinfer.serving.server.app import build_app
 from twinfer.serving.server.doors import Load
 from twinfer.serving.server.metrics import Metrics
+from twinfer.serving.server.server import Settings
 from twinfer.shared.models import digest as digest_module
 from twinfer.shared.models.digest import MOST_PIECES, _places, folder_digest
 from twinfer.shared.sampling_params import SamplingParams
