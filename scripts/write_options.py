@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from twinfer.shared.compilation_config import CompilationConfig
+from twinfer.shared.drafts import SpeculativeConfig
 from twinfer.shared.engine_config import EngineConfig
 from twinfer.shared.options import OWNERS, Option, options_of
 from twinfer.shared.sampling_params import SamplingParams
@@ -16,8 +17,8 @@ PATH = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 HEAD = """\
 # Options
 
-Written by `python scripts/write_options.py` from `shared/engine_config.py`, `shared/compilation_config.py` and
-`shared/sampling_params.py`. Change them there.
+Written by `python scripts/write_options.py` from `shared/engine_config.py`, `shared/compilation_config.py`,
+`shared/drafts.py` and `shared/sampling_params.py`. Change them there.
 
 In Python an option of the engine is an argument of `LLM`, by its name or by an alias: what another engine calls the
 same thing. On the command line it is a flag. A value that is not allowed, a name that does not exist, and an option of
@@ -27,6 +28,11 @@ COMPILATION = """\
 ## Compilation
 
 Fields of `compilation_config`, for the torch backend: JSON behind `--compilation-config`, a mapping in Python.
+"""
+GUESSES = """\
+## Guessed tokens
+
+Fields of `speculative_config` ([what it does](serving.md#guessed-tokens)): JSON behind `--speculative-config`, a mapping in Python.
 """
 SAMPLING = """\
 ## Sampling
@@ -38,7 +44,7 @@ COLUMNS = ("option", "flags", "allowed", "default", "what it does")
 
 def document() -> str:
     """The whole page."""
-    return "\n".join([HEAD, *engine(), *compilation(), *sampling()])
+    return "\n".join([HEAD, *engine(), *compilation(), *guesses(), *sampling()])
 
 
 def engine() -> Iterator[str]:
@@ -55,6 +61,12 @@ def compilation() -> Iterator[str]:
     """The section of what has no flags, as it is said in JSON."""
     yield COMPILATION
     yield table(options_of(CompilationConfig).values(), leave_out="flags")
+
+
+def guesses() -> Iterator[str]:
+    """The section of guessed tokens, as it is said in JSON."""
+    yield GUESSES
+    yield table(options_of(SpeculativeConfig).values(), leave_out="flags")
 
 
 def sampling() -> Iterator[str]:

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from .errors import ConfigError
+from .option_kinds import Choice, Whole
+from .options import by_name, check_fields, config_error, option, required
 
+WHERE = "speculative_config"
 METHOD = "ngram"
 MOST_TOKENS = 64
 MANY = 16
@@ -23,50 +27,56 @@ MANY = 16
 NO_GUESSES = np.zeros(0, np.int32)
 
 
+_option = partial(option, owner="scheduler", no_flag="a field of `--speculative-config`")
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How guesses are made, with the names that users of vLLM know. Raises ConfigError.
-
-    method                  "ngram": what followed where the last tokens stood before, in the prompt
-                            or the output
-    num_speculative_tokens  guesses of a request in a step, at most
-    prompt_lookup_max       how many of the last tokens are looked for: as many as are found
-    prompt_lookup_min       and at least
+    """How guesses are made, with the names that users of vLLM know; docs/options.md says what each
+    does. Raises ConfigError.
     """
 
-    num_speculative_tokens: int
-    method: str = METHOD
-    prompt_lookup_max: int = 5
-    prompt_lookup_min: int = 2
+    num_speculative_tokens: int = required(
+        Whole(1, MOST_TOKENS), "scheduler", "guesses of a request in a step, at most",
+        no_flag="a field of `--speculative-config`",
+    )  # fmt: skip
+    method: str = _option(
+        METHOD, Choice((METHOD,)),
+        help="what followed where the last tokens stood before, in the prompt or the output",
+    )  # fmt: skip
+    prompt_lookup_max: int = _option(
+        5, Whole(1, MOST_TOKENS), help="of the last tokens, how many are looked for together"
+    )
+    prompt_lookup_min: int = _option(
+        2,
+        Whole(1, MOST_TOKENS),
+        help="and how many of them have to be found",
+        limits="1 to prompt_lookup_max",
+    )
 
     def __post_init__(self) -> None:
-        where = "speculative_config"
-        if self.method != METHOD:
-            raise ConfigError(f"{where}.method: got {self.method!r}, allowed is {METHOD}")
-        for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= MOST_TOKENS:
-                raise ConfigError(
-                    f"{where}.{name}: got {value!r}, allowed is an integer from 1 to {MOST_TOKENS}"
-                )
+        check_fields(self, _error)
         if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ConfigError(
-                f"{where}.prompt_lookup_min: got {self.prompt_lookup_min}, allowed is at most "
-                f"prompt_lookup_max ({self.prompt_lookup_max})"
+            raise _error(
+                "prompt_lookup_min",
+                f"got {self.prompt_lookup_min}, allowed is at most prompt_lookup_max "
+                f"({self.prompt_lookup_max})",
             )
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> SpeculativeConfig:
         """From a mapping of its fields. Raises ConfigError."""
-        known = list(cls.__dataclass_fields__)
-        for name in options:
-            if name not in known:
-                raise ConfigError(
-                    f"speculative_config: unknown field {name!r}, allowed are {', '.join(known)}"
-                )
-        if "num_speculative_tokens" not in options:
-            raise ConfigError("speculative_config.num_speculative_tokens: is missing")
-        return cls(**options)
+        values = by_name(cls, options, f"{WHERE}: ")
+        if "num_speculative_tokens" not in values:
+            raise _error(
+                "num_speculative_tokens",
+                f"is missing, allowed is an integer from 1 to {MOST_TOKENS}",
+            )
+        return cls(**values)
+
+
+def _error(name: str, text: str) -> ConfigError:
+    return config_error(f"{WHERE}.{name}", text)
 
 
 def look_up(tokens: np.ndarray, config: SpeculativeConfig, most: int) -> np.ndarray:

@@ -123,11 +123,16 @@ def test_which_guesses_are_kept():
     ("options", "message"),
     [
         ({}, r"num_speculative_tokens: is missing"),
-        ({"num_speculative_tokens": 0}, r"num_speculative_tokens: got 0, .* 1 to 64"),
+        ({"num_speculative_tokens": 0}, r"num_speculative_tokens: got 0, .* from 1 to 64"),
         ({"num_speculative_tokens": True}, r"num_speculative_tokens: got True"),
         ({"num_speculative_tokens": 3, "method": "eagle"}, r"method: got 'eagle', .* ngram"),
         ({"num_speculative_tokens": 3, "prompt_lookup_min": 9}, r"got 9, .* prompt_lookup_max \(5"),
-        ({"num_speculative_tokens": 3, "model": "x"}, r"unknown field 'model'"),
+        ({"num_speculative_tokens": 3, "model": "x"}, r"unknown option 'model', got 'x'"),
+        ({"num_speculative_token": 3}, r"did you mean 'num_speculative_tokens'\?"),
+        (
+            {"num_speculative_tokens": 3, "prompt_lookup_max": 2.5},
+            r"prompt_lookup_max: got 2.5, .* from 1 to 64",
+        ),
     ],
 )
 def test_what_cannot_be_had_is_named(options, message):

@@ -42,7 +42,10 @@ from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.structured_outputs import MAX_TEXT, Structure
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLES = (EngineConfig, CompilationConfig, SamplingParams)
+TABLES = (EngineConfig, CompilationConfig, SpeculativeConfig, SamplingParams)
+IN_JSON = (CompilationConfig, SpeculativeConfig)
+"""Those whose options are fields of one flag."""
+REQUIRED = {EngineConfig: {"model": "demo"}, SpeculativeConfig: {"num_speculative_tokens": 3}}
 ALL = [
     pytest.param(cls, entry, id=f"{cls.__name__}.{entry.name}")
     for cls in TABLES
@@ -55,7 +58,7 @@ CPU = DeviceInfo("cpu", "cpu", 1 << 34)
 
 
 def build(cls, **options):
-    return cls(**({"model": "demo"} if cls is EngineConfig else {}) | options)
+    return cls(**REQUIRED.get(cls, {}) | options)
 
 
 @pytest.mark.parametrize("cls", TABLES)
@@ -73,7 +76,9 @@ def test_every_field_is_an_option_and_says_what_it_is(cls):
 def test_a_default_is_allowed(cls, entry):
     if entry.default is not None:
         assert entry.check(entry.default) == entry.default
-    assert getattr(build(cls), entry.name) == ("demo" if entry.required else entry.default)
+    assert entry.required == (entry.name in REQUIRED.get(cls, {}))
+    expected = REQUIRED[cls][entry.name] if entry.required else entry.default
+    assert getattr(build(cls), entry.name) == expected
 
 
 def wrong_values(kind):
@@ -166,7 +171,8 @@ def test_what_is_not_allowed_is_refused_with_name_value_and_what_is(cls, entry):
         with pytest.raises((ConfigError, RequestError)) as refused:
             build(cls, **{entry.name: value})
         message = str(refused.value)
-        assert message.startswith(f"{entry.name}: "), f"{value!r}: {message}"
+        where = "speculative_config." if cls is SpeculativeConfig else ""
+        assert message.startswith(f"{where}{entry.name}: "), f"{value!r}: {message}"
         assert "allowed" in message, f"{value!r}: {message}"
         assert any(word in message for word in ("got", "has", "is empty")), f"{value!r}: {message}"
 
@@ -182,6 +188,8 @@ def test_the_limits_themselves_are_allowed():
             if not isinstance(entry.kind, Whole | Number) or entry.name in (
                 "min_tokens",
                 "priority_window",
+                "prompt_lookup_max",
+                "prompt_lookup_min",
             ):
                 continue
             low, high = entry.kind.low, entry.kind.high
@@ -221,7 +229,7 @@ def test_an_option_has_a_flag_or_says_why_not(cls, entry):
         )
     else:
         assert entry.no_flag
-        assert cls is CompilationConfig or entry.name == "model"
+        assert cls in IN_JSON or entry.name == "model"
 
 
 def test_no_flag_stands_for_two_options():
@@ -434,7 +442,7 @@ def test_the_document_is_what_the_tables_say():
 
 def line_of(script, cls, entry):
     option, flags, *others = script.cells(entry)
-    cells = [option, *others] if cls is CompilationConfig else [option, flags, *others]
+    cells = [option, *others] if cls in IN_JSON else [option, flags, *others]
     return f"| {' | '.join(cells)} |"
 
 
