@@ -28,7 +28,7 @@ from typing import Any
 from bench_host import HERE, name_and_folder
 
 BENCH = (sys.executable, "-P", "-m", "twinfer", "bench", "offline")
-TIMES = ("ms_per_step", "ms")
+TIMES = ("ms_per_step", "ms_per_token", "ms")
 RATES = ("tok_s", "requests_s")
 
 

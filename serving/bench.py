@@ -188,7 +188,12 @@ class Runner:
             own = llm.default_params
             self.params = USUAL if own == SamplingParams() else own
         self.model = llm.engine.model
+        self.guesses = llm.engine.config.speculative_config is not None
         self._rng = random.Random(0)
+
+    def accepted_tokens(self) -> int:
+        """How many guessed tokens have been right so far."""
+        return self.llm.engine.metrics().accepted_tokens
 
     def prompts(self, lengths: Sequence[int]) -> list[list[int]]:
         """Random token ids."""
@@ -312,23 +317,29 @@ def _full_outputs(config: ResolvedConfig, lengths: Sequence[int], wanted: int) -
 
 
 def decode(runner: Runner, workload: Workload, batch: int, limits: Limits) -> dict[str, Any]:
-    """One decode step of a batch."""
+    """One decode step of a batch; where tokens are guessed, one token of each request, as a step
+    brings more then, and reads more than is counted here.
+    """
     steps = workload.output_len - 1
     lengths = [workload.input_len] * batch
-    runs = []
+    runs, before = [], runner.accepted_tokens()
     for _ in range(workload.repeats):
         first = runner.seconds(lengths, [1] * batch)
         runs.append((runner.seconds(lengths, [workload.output_len] * batch) - first) / steps)
     step = statistics.median(runs)
-    # In step i of 1..steps a request attends to its prompt and i tokens.
-    moved = _moved(runner, [workload.input_len + (steps + 1) / 2] * batch)
-    row = {
-        "ms_per_step": step * 1e3,
+    row: dict[str, Any] = {
+        "ms_per_token" if runner.guesses else "ms_per_step": step * 1e3,
         "tok_s": batch / step,
         "runs_ms": [run * 1e3 for run in runs],
-        "bytes_per_step": moved,
-        "share_of_limit": share(moved, step, limits.copy_bytes_per_s),
     }
+    if runner.guesses:
+        made, accepted = len(runs) * batch * steps, runner.accepted_tokens() - before
+        row |= {"tokens_per_step": made / (made - accepted), "share_of_limit": None}
+    else:
+        # In step i of 1..steps a request attends to its prompt and i tokens.
+        moved = _moved(runner, [workload.input_len + (steps + 1) / 2] * batch)
+        of_copy = share(moved, step, limits.copy_bytes_per_s)
+        row |= {"bytes_per_step": moved, "share_of_limit": of_copy}
     if _read_in_parts(runner.llm.engine.config, lengths):
         row |= _full_step(runner, lengths, workload.output_len, limits)
     return row
@@ -344,7 +355,7 @@ def _full_step(
     runner: Runner, lengths: Sequence[int], wanted: int, limits: Limits
 ) -> dict[str, Any]:
     """A decode step of a whole batch, by the times between tokens once all prompts are read:
-    `wanted` such steps, if the engine's contexts are long enough.
+    `wanted` such steps, if the engine's contexts are long enough. See `decode` for guesses.
 
     Empty where too few such steps fit behind the prompts.
     """
@@ -356,6 +367,17 @@ def _full_step(
     steps = int(inside.sum(axis=1).min())
     if steps < LEAST_STEPS:
         return {}
+    if runner.guesses:
+        # The tokens that a request keeps of a step come at once.
+        seen = sum(
+            len(np.unique(times[kept])) for times, kept in zip(arrivals, inside, strict=True)
+        )
+        return {
+            "ms_per_full_token": float(end - begin) / float(inside.sum(axis=1).mean()) * 1e3,
+            "full_tokens": steps,
+            "tokens_per_full_step": int(inside.sum()) / seen,
+            "share_of_limit_full": None,
+        }
     step = float(end - begin) / steps
     # How many slots each request has in the middle of that time.
     made = (arrivals <= (begin + end) / 2).sum(axis=1)
@@ -454,7 +476,8 @@ def run_latency(
     llm: LLM, batch: int, input_len: int, output_len: int, iterations: int
 ) -> dict[str, Any]:
     """One batch, several times: milliseconds to the first token, between tokens, and of whole
-    requests.
+    requests. Where tokens are guessed, several come at once: then it is the mean of a request
+    between its tokens, and `tokens_per_step` says how many come together.
     """
     config = llm.engine.config
     if not 1 <= batch <= config.max_num_seqs:
@@ -481,18 +504,26 @@ def run_latency(
     first: list[float] = []
     between: list[float] = []
     whole: list[float] = []
+    steps = 0
     for iteration in range(iterations):
         prompts = runner.prompts([input_len] * batch)
         for arrivals in _arrivals(runner, prompts, output_len, iteration):
             first.append(arrivals[0])
-            between += [after - before for before, after in pairwise(arrivals)]
+            if runner.guesses:
+                between.append((arrivals[-1] - arrivals[0]) / (output_len - 1))
+            else:
+                between += [after - before for before, after in pairwise(arrivals)]
+            steps += len(set(arrivals)) - 1
             whole.append(arrivals[-1])
-    return {
+    figures: dict[str, Any] = {
         "ttft_ms": percentiles(first),
         "per_token_ms": percentiles(between),
         "request_ms": percentiles(whole),
         "tok_s": batch * output_len / statistics.median(whole),
     }
+    if runner.guesses:
+        figures["tokens_per_step"] = len(whole) * (output_len - 1) / steps
+    return figures
 
 
 def _arrivals(

@@ -298,9 +298,10 @@ def _offline_rows(result: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]
             lacking = "{tokens} tokens each: {pages_needed} pages, there are {pages}".format(**row)
             yield f"decode b={batch}", "left out", lacking, "-"
             continue
-        step, rate = f"{row['ms_per_step']:.3f} ms a step", f"{row['tok_s']:.0f} tok/s"
+        step, rate = _pace(row), f"{row['tok_s']:.0f} tok/s"
+        rate += _together(row.get("tokens_per_step"))
         yield f"decode b={batch}", step, rate, _percent(row, "a copy")
-        if "ms_per_full_step" in row:
+        if "share_of_limit_full" in row:
             yield _full_row(f"decode b={batch}, all prompts read", row)
     if row := figures.get("prefill"):
         what = f"prefill {sizes['prefill_prompts']} x {sizes['prefill_len']}"
@@ -320,18 +321,31 @@ def _offline_rows(result: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]
 
 
 def _full_row(what: str, row: dict[str, Any]) -> tuple[str, str, str, str]:
-    step, share = f"{row['ms_per_full_step']:.3f} ms a step", row["share_of_limit_full"]
+    share = row["share_of_limit_full"]
     of = "-" if share is None else f"{share:.1%} of a copy"
-    return what, step, f"{row['full_steps']} steps", of
+    count = f"{row['full_tokens']} tokens" if "full_tokens" in row else f"{row['full_steps']} steps"
+    count += _together(row.get("tokens_per_full_step"))
+    return what, _pace(row, "full_"), count, of
+
+
+def _pace(row: dict[str, Any], full: str = "") -> str:
+    """Milliseconds of a step, or of a token where some are guessed."""
+    unit = "step" if f"ms_per_{full}step" in row else "token"
+    return f"{row[f'ms_per_{full}{unit}']:.3f} ms a {unit}"
+
+
+def _together(tokens: float | None) -> str:
+    """How many tokens a request keeps of a step, where some are guessed."""
+    return "" if tokens is None else f", {tokens:.2f} tokens a step"
 
 
 def _latency_rows(result: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    sizes, names = (
-        result["workload"],
-        {"ttft_ms": "first token", "per_token_ms": "per token", "request_ms": "request"},
-    )
+    sizes, figures = result["workload"], result["figures"]
+    names = {"ttft_ms": "first token", "per_token_ms": "per token", "request_ms": "request"}
+    if "tokens_per_step" in figures:
+        names["per_token_ms"] = "mean per token"
     for key, name in names.items():
-        row = result["figures"][key]
+        row = figures[key]
         what = (
             f"{name}, b={sizes['batch_size']}, {sizes['input_len']} in, {sizes['output_len']} out"
         )
@@ -341,6 +355,8 @@ def _latency_rows(result: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]
             f"p90 {row['p90']:.3f}, p99 {row['p99']:.3f} ms",
             "-",
         )
+    if "tokens_per_step" in figures:
+        yield "tokens that a request keeps of a step", f"{figures['tokens_per_step']:.2f}", "", "-"
 
 
 def _percent(row: dict[str, Any], of: str) -> str:

@@ -53,6 +53,28 @@ def test_offline_figures(tmp_path, device, capsys):
         assert result["limits"]["note"].startswith("not measured on a CPU")
 
 
+def test_where_tokens_are_guessed_a_step_is_no_token(tmp_path, device, capsys):
+    """Figures are of a token then, with the tokens that come together."""
+    guesses = ["--speculative-config", '{"num_speculative_tokens": 3}', "--max-num-seqs", "8"]
+    sizes = ["--only", "decode,skewed", "--output-len", "40", "--skewed", "20,3,1"]
+    figures = bench([*OFFLINE, *sizes, *guesses], tmp_path, device)["figures"]
+    for size, row in figures["decode"].items():
+        assert row["tok_s"] == pytest.approx(int(size) / row["ms_per_token"] * 1e3)
+        assert 1 < row["tokens_per_step"] <= 4
+        assert "ms_per_step" not in row
+    assert 1 <= figures["skewed"]["tokens_per_full_step"] <= 4
+    latency = ["bench", "latency", *ENGINE.split(), *FEW, "--output-len", "40", *guesses]
+    figures = bench(latency, tmp_path, device)["figures"]
+    assert figures["per_token_ms"]["count"] == figures["request_ms"]["count"] == 4
+    assert 1 < figures["tokens_per_step"] <= 4
+    out = capsys.readouterr().out
+    assert "ms a token" in out
+    assert "ms a step" not in out
+    assert out.count(" tokens a step") == 3
+    assert "tokens that a request keeps of a step" in out
+    assert "mean per token, b=2" in out
+
+
 def test_a_batch_that_the_cache_does_not_hold_is_left_out(tmp_path, device, capsys):
     argv = [*OFFLINE, "--only", "decode", "--page-size", "4", "--num-pages", "5"]
     decode = bench(argv, tmp_path, device)["figures"]["decode"]

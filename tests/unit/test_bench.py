@@ -32,7 +32,8 @@ NO_LIMITS = Limits(None, None, "")
 
 def test_prompts_have_no_tokens_of_images():
     model = SimpleNamespace(vocab_size=4, image_token_ids=(1, 3))
-    runner = bench.Runner(SimpleNamespace(tokenizer=None, engine=SimpleNamespace(model=model)))
+    engine = SimpleNamespace(model=model, config=SimpleNamespace(speculative_config=None))
+    runner = bench.Runner(SimpleNamespace(tokenizer=None, engine=engine))
     assert {token for prompt in runner.prompts([50, 50]) for token in prompt} == {0, 2}
 
 
@@ -50,10 +51,12 @@ def make_scheduler(num_pages, max_num_seqs=8, max_num_batched_tokens=8192, **opt
 
 
 class FakeRunner:
-    """Takes 1 s a call, 1 ms a prompt token, and 0.25 s a step; keeps what it was asked for."""
+    """Takes 1 s a call, 1 ms a prompt token, and 0.25 s a step; keeps what it was asked for. With
+    guesses, half of what is asked behind first tokens was guessed.
+    """
 
-    def __init__(self):
-        self.calls = []
+    def __init__(self, guesses=False):
+        self.calls, self.guesses = [], guesses
         self.model = parse_config(SHAPES["qwen3-0.6b"])
 
         class Llm:
@@ -68,6 +71,9 @@ class FakeRunner:
     def prompts(self, lengths):
         return [[1] * length for length in lengths]
 
+    def accepted_tokens(self):
+        return sum(sum(outputs) - len(outputs) for _, outputs in self.calls) // 2
+
     def seconds(self, lengths, outputs):
         self.calls.append((list(lengths), list(outputs)))
         return 1.0 + 1e-3 * sum(lengths) + 0.25 * (max(outputs) - 1)
@@ -81,6 +87,37 @@ def test_the_decode_figure_is_a_difference():
     assert runner.calls == 3 * [([128] * 8, [1] * 8), ([128] * 8, [129] * 8)]
     assert row["share_of_limit"] == pytest.approx(row["bytes_per_step"] / 0.25 / 1e9)
     assert bench.decode(runner, Workload(), 8, NO_LIMITS)["share_of_limit"] is None
+
+
+def test_where_tokens_are_guessed_the_decode_figure_is_of_a_token():
+    """What was guessed before this batch is not counted."""
+    runner = FakeRunner(guesses=True)
+    runner.seconds([128], [1000])
+    row = bench.decode(runner, Workload(), 8, Limits(1e9, None, ""))
+    assert row.pop("runs_ms") == pytest.approx([250] * 3)
+    assert row == {
+        "ms_per_token": pytest.approx(250),
+        "tok_s": pytest.approx(32),
+        "tokens_per_step": 2.0,
+        "share_of_limit": None,
+    }
+
+
+def test_where_tokens_are_guessed_a_full_step_is_told_by_its_tokens(monkeypatch):
+    """Pairs of tokens a second, and for one of four requests single ones."""
+    runner = FakeRunner(guesses=True)
+    runner.llm.engine.config.max_model_len = 1024
+    pairs = [1.0] + [2.0 + i // 2 for i in range(40)]
+    found = [pairs, pairs, pairs, [1.0 + i for i in range(41)]]
+    monkeypatch.setattr(bench, "_arrivals", lambda *_: found)
+    row = bench._full_step(runner, [8] * 4, 40, Limits(1e9, None, ""))
+    # 20 s until the pairs are there, with 20 tokens of the last request.
+    assert row == {
+        "ms_per_full_token": pytest.approx(20e3 / 35),
+        "full_tokens": 20,
+        "tokens_per_full_step": 140 / 80,
+        "share_of_limit_full": None,
+    }
 
 
 def test_a_step_in_which_all_decode(monkeypatch):
@@ -159,6 +196,11 @@ def test_contexts_and_sampling(monkeypatch):
                 dtype = kv_cache_dtype = "bfloat16"
                 max_model_len, max_num_seqs = 4096, 8
                 max_num_batched_tokens, enable_prefix_caching = 8192, False
+                speculative_config = None
+
+            @staticmethod
+            def metrics():
+                return SimpleNamespace(accepted_tokens=0)
 
         def generate(self, prompts, params, progress):
             asked.append((len(prompts), len(prompts[0]), params[0]))
