@@ -39,7 +39,7 @@ from .kv_manager import KVManager
 from .page_groups import longest
 from .prefix_cache import PrefixCache
 from .request import FinishReason, Request, RequestState, WaitingQueue
-from .request_table import MASKED, PROCESSED, Group, Loop, RequestTable, ScheduledStep, StepEvents
+from .request_table import PROCESSED, Group, Loop, RequestTable, ScheduledStep, StepEvents
 from .scheduler_config import SchedulerConfig
 from .step_results import count_iterations, count_taken, find_finished, flatten
 
@@ -540,11 +540,10 @@ class Scheduler:
         """The step of decodes with guesses of what follows; None where there are none.
 
         A guess is an entry of its own, one token long, which reads what the entries before it
-        write: so it is a mixed step. Samplers that read histories or masks, which are those of the
-        last token that is known, get no guesses.
+        write: so it is a mixed step.
         """
         config = self.config.drafts
-        if config is None or group.level >= MASKED or (starts + 1 < group.min_total).any():
+        if config is None:
             return None
         found = self._guesses(group, starts, config)
         counts = np.array([len(guesses) + 1 for guesses in found], np.int64)
@@ -562,6 +561,9 @@ class Scheduler:
     ) -> list[np.ndarray]:
         """What follows the tokens of each request of `group`: as many as programs have places for,
         which are dealt out in equal parts; what one does not take is for those behind it.
+
+        None where the host looks between two tokens, as histories and forms are those of the last
+        token that is known. What `min_tokens` masks depends on the position alone.
         """
         room = min(self.programs.max_requests, self.config.max_num_batched_tokens) - len(group)
         found = [NO_GUESSES] * len(group)

@@ -1,5 +1,6 @@
 """Guesses of what follows: where they are looked up, and which of them are kept."""
 
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -217,6 +218,30 @@ def test_places_are_dealt_out_in_equal_parts():
         step = scheduler.schedule()
     assert (step.drafts.counts - 1).tolist() == [2, 0, 3, 3]
     assert len(step.group) == 12
+
+
+@pytest.mark.parametrize(
+    ("other", "guessed"),
+    [
+        ({}, 3),
+        ({"min_tokens": 30}, 3),
+        ({"banned_token_ids": (3,)}, 0),
+        ({"repetition_penalty": 1.5}, 0),
+        ({"logprobs": 1}, 0),
+    ],
+)
+def test_what_one_request_asks_for_takes_no_guesses_from_another(other, guessed):
+    """Masks of `min_tokens` are each entry's own; what reads a history has none to read."""
+    config = SchedulerConfig(12, 64, 64, 4, 100, pipeline_depth=1, drafts=SpeculativeConfig(3))
+    scheduler = Scheduler(config, Table((12,), (64,), 12))
+    for name, more in (("plain", {}), ("other", other)):
+        prompt, params = np.arange(6, dtype=np.int32), replace(GREEDY, **more)
+        scheduler.add(Request(name, prompt, params, seed=0, stop_ids=(5,)))
+    scheduler.update(scheduler.schedule(), np.full(12, 7))
+    with mock.patch("twinfer.shared.scheduler.look_up", lambda _, __, most: np.full(most, 9)):
+        step = scheduler.schedule()
+    assert step.drafts is not None
+    assert (step.drafts.counts - 1).tolist() == [3, guessed]
 
 
 def test_a_repeated_text_takes_fewer_steps():
