@@ -26,6 +26,7 @@ from twinfer.serving.parser import OneLineParser, output_file, whole_number, who
 from twinfer.serving.program import run_program
 from twinfer.shared import scheduler
 from twinfer.shared.drafts import SpeculativeConfig
+from twinfer.shared.ngrams import NgramFilter
 from twinfer.shared.sampling_params import SamplingParams
 
 PROMPT = 64
@@ -92,6 +93,7 @@ def main() -> int:
         for guesses, right in [(0, 0), *((n, p) for n in given.guesses for p in given.right)]:
             config = SpeculativeConfig(guesses) if guesses else None
             with (
+                mock.patch.object(NgramFilter, "may_repeat", lambda _, rows, __: rows >= 0),
                 mock.patch.object(scheduler, "look_up", Texts(texts, right).look_up),
                 LLM(
                     given.model, backend=given.backend, device=given.device, dtype=given.dtype,

@@ -36,6 +36,7 @@ from ..bucketing import PaddingAccount, Table
 from .drafts import NO_GUESSES, Drafts, SpeculativeConfig, look_up
 from .errors import ConfigError, InternalError, OutsideTable, RequestError
 from .kv_manager import KVManager
+from .ngrams import NgramFilter
 from .page_groups import longest
 from .prefix_cache import PrefixCache
 from .request import FinishReason, Request, RequestState, WaitingQueue
@@ -142,6 +143,9 @@ class Scheduler:
             config.num_pages, config.page_size, config.enable_prefix_caching, len(self.groups)
         )
         self.prefixes = PrefixCache(self.table, self.kv)
+        drafts, self._ngrams = config.drafts, None
+        if drafts is not None:
+            self._ngrams = NgramFilter(self.table, drafts.prompt_lookup_min)
 
     def start_over(self) -> None:
         """All that the worker held is gone, steps in flight too: every request waits again, at its
@@ -542,13 +546,13 @@ class Scheduler:
         A guess is an entry of its own, one token long, which reads what the entries before it
         write: so it is a mixed step.
         """
-        config = self.config.drafts
-        if config is None:
+        config, ngrams = self.config.drafts, self._ngrams
+        if config is None or ngrams is None:
             return None
-        found = self._guesses(group, starts, config)
+        found = self._guesses(group, starts, config, ngrams)
+        if not any(map(len, found)):
+            return None
         counts = np.array([len(guesses) + 1 for guesses in found], np.int64)
-        if counts.max() == 1:
-            return None
         owner = group.indices.repeat(counts)
         heads = np.cumsum(counts) - counts
         within = np.arange(len(owner)) - heads[owner]
@@ -557,7 +561,7 @@ class Scheduler:
         return self._step(group.select(owner), first, first + 1, drafts=drafts)
 
     def _guesses(
-        self, group: Group, starts: np.ndarray, config: SpeculativeConfig
+        self, group: Group, starts: np.ndarray, config: SpeculativeConfig, ngrams: NgramFilter
     ) -> list[np.ndarray]:
         """What follows the tokens of each request of `group`: as many as programs have places for,
         which are dealt out in equal parts; what one does not take is for those behind it.
@@ -567,7 +571,10 @@ class Scheduler:
         """
         room = min(self.programs.max_requests, self.config.max_num_batched_tokens) - len(group)
         found = [NO_GUESSES] * len(group)
-        may_have = np.flatnonzero(self.table.alone[group.rows]).tolist()
+        if room < 1:
+            return found
+        alone = np.flatnonzero(self.table.alone[group.rows])
+        may_have = alone[ngrams.may_repeat(group.rows[alone], starts[alone])].tolist()
         for place, index in enumerate(may_have):
             if room < 1:
                 break

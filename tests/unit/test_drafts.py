@@ -1,5 +1,6 @@
 """Guesses of what follows: where they are looked up, and which of them are kept."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
@@ -14,13 +15,23 @@ from twinfer.shared.drafts import Drafts, SpeculativeConfig, look_up
 from twinfer.shared.errors import ConfigError
 from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.locate import model_folder
+from twinfer.shared.ngrams import MOST_BITS, NgramFilter
 from twinfer.shared.page_groups import PageGroup
 from twinfer.shared.request import Request
+from twinfer.shared.request_table import RequestTable
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.scheduler import Scheduler
 from twinfer.shared.scheduler_config import SchedulerConfig
 
 GREEDY = SamplingParams(max_tokens=60, temperature=0.0)
+
+
+@contextmanager
+def guessing(look_up=mock.DEFAULT):
+    """Guesses that are not looked up in texts."""
+    anywhere = mock.patch.object(NgramFilter, "may_repeat", lambda _, rows, __: rows >= 0)
+    with anywhere, mock.patch("twinfer.shared.scheduler.look_up", look_up) as looked_up:
+        yield looked_up
 
 
 def guesses(text, most=3, **config):
@@ -90,6 +101,59 @@ def test_long_texts_of_few_words_and_of_many(words):
             tokens = rng.integers(0, words, size).astype(np.int32)
             expected = looked_up_place_by_place(tokens.tolist(), config, 4)
             assert look_up(tokens, config, 4).tolist() == expected
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_an_ngram_that_stood_before_is_never_denied(size, monkeypatch):
+    """Texts that grow by some tokens at a time, not all of them looked at in each step, in rows
+    that others had before.
+    """
+    monkeypatch.setattr("twinfer.shared.ngrams.FEW", 1)
+    rng = np.random.default_rng(size)
+    table = RequestTable(4, 200, (PageGroup(4),))
+    filters = NgramFilter(table, size)
+    config = SpeculativeConfig(3, prompt_lookup_min=size, prompt_lookup_max=max(5, size))
+    asked = wrong = right = 0
+    for tenant in range(40):
+        words, length = int(rng.choice([2, 9, 50_000])), int(rng.integers(1, 60))
+        text = rng.integers(0, words, 200).astype(np.int32)
+        params, ids = SamplingParams(max_tokens=140), text[:length]
+        row = table.assign(Request(str(tenant), ids, params, seed=0), ids)
+        while length < 200:
+            table.tokens[row, :length] = text[:length]
+            if rng.random() < 0.7:
+                last = np.array([length - 1])
+                (claimed,) = filters.may_repeat(np.array([row]), last).tolist()
+                is_there = len(look_up(text[:length], config, 3)) > 0
+                assert claimed or not is_there
+                wrong, right = wrong + (claimed and not is_there), right + is_there
+                asked += 1
+            length += int(rng.integers(1, 5))
+        table.release(row)
+    assert right > 100
+    assert wrong < asked / 20
+
+
+def test_rows_of_one_step_have_sets_of_their_own():
+    """One call for all, of texts of different lengths."""
+    table, size = RequestTable(4, 64, (PageGroup(4),)), 2
+    texts = [b"abcab", b"abcde-fgh", b"xaxbxcxax", b"aa"]
+    for name, text in enumerate(texts):
+        ids = np.frombuffer(text, np.uint8).astype(np.int32)
+        table.assign(Request(str(name), ids, GREEDY, seed=0), ids)
+    filters, rows = NgramFilter(table, size), np.array([2, 1, 0, 3])
+    lasts = table.known[rows] - 1
+    for _ in range(2):
+        assert filters.may_repeat(rows, lasts).tolist() == [True, False, True, False]
+    longer_than_any_text = NgramFilter(table, 100)
+    assert not longer_than_any_text.may_repeat(rows, lasts).any()
+
+
+def test_the_memory_of_ngrams_is_bounded():
+    for length, bits in ((64, 10), (1000, 14), (16_384, 18), (1 << 20, 18)):
+        filters = NgramFilter(RequestTable(2, length, (PageGroup(16),)), 2)
+        assert filters._stood.nbytes == 2 << bits
+        assert bits <= MOST_BITS
 
 
 def test_a_request_has_no_more_than_it_may():
@@ -179,7 +243,7 @@ def test_windows_leave_pages_behind_and_prefixes_are_registered(count):
     )
     scheduler, rng = Scheduler(config, Table((8,), (64,), 8)), np.random.default_rng(0)
     scheduler.add(Request("a", np.arange(6, dtype=np.int32), GREEDY, seed=0))
-    with mock.patch("twinfer.shared.scheduler.look_up", lambda _, __, most: np.full(most, 9)):
+    with guessing(lambda _, __, most: np.full(most, 9)):
         for _ in range(12):
             step, table = scheduler.schedule(), scheduler.table
             (row,) = set(step.rows.tolist())
@@ -192,7 +256,7 @@ def test_windows_leave_pages_behind_and_prefixes_are_registered(count):
 def test_nothing_is_looked_up_where_no_place_is_left():
     config = SchedulerConfig(4, 64, 64, 4, 100, pipeline_depth=1, drafts=SpeculativeConfig(3))
     scheduler = Scheduler(config, Table((4,), (64,), 4))
-    with mock.patch("twinfer.shared.scheduler.look_up") as looked_up:
+    with guessing() as looked_up:
         looked_up.side_effect = lambda _, __, most: np.full(most, 9, np.int32)
         for count, calls in ((1, 1), (3, 1), (4, 0)):
             while len(scheduler.requests) < count:
@@ -205,6 +269,18 @@ def test_nothing_is_looked_up_where_no_place_is_left():
             assert looked_up.call_count == calls
 
 
+def test_a_text_in_which_nothing_repeats_is_not_looked_through():
+    config = SchedulerConfig(9, 64, 64, 4, 100, pipeline_depth=1, drafts=SpeculativeConfig(3))
+    scheduler = Scheduler(config, Table((9,), (64,), 9))
+    for name, prompt in enumerate([[1, 2, 3, 4, 5]] * 3 + [[1, 2, 7, 1, 2]]):
+        scheduler.add(Request(str(name), np.array(prompt, np.int32), GREEDY, seed=0))
+    scheduler.update(scheduler.schedule(), np.array([8, 8, 8, 7, *[0] * 5]))
+    with mock.patch("twinfer.shared.scheduler.look_up", wraps=look_up) as looked_up:
+        step = scheduler.schedule()
+    assert [call.args[0].tolist() for call in looked_up.call_args_list] == [[1, 2, 7, 1, 2, 7]]
+    assert step.drafts.tokens.tolist() == [1, 2, 7]
+
+
 def test_places_are_dealt_out_in_equal_parts():
     """Eight places: what one request does not take is for those behind it."""
     config = SchedulerConfig(12, 64, 64, 4, 100, pipeline_depth=1, drafts=SpeculativeConfig(5))
@@ -213,7 +289,7 @@ def test_places_are_dealt_out_in_equal_parts():
         scheduler.add(Request(str(name), np.arange(6, dtype=np.int32), GREEDY, seed=0))
     scheduler.update(scheduler.schedule(), np.full(12, 7))
     takes = iter((9, 0, 9, 9))
-    with mock.patch("twinfer.shared.scheduler.look_up") as looked_up:
+    with guessing() as looked_up:
         looked_up.side_effect = lambda _, __, most: np.full(min(most, next(takes)), 9, np.int32)
         step = scheduler.schedule()
     assert (step.drafts.counts - 1).tolist() == [2, 0, 3, 3]
@@ -238,7 +314,7 @@ def test_what_one_request_asks_for_takes_no_guesses_from_another(other, guessed)
         prompt, params = np.arange(6, dtype=np.int32), replace(GREEDY, **more)
         scheduler.add(Request(name, prompt, params, seed=0, stop_ids=(5,)))
     scheduler.update(scheduler.schedule(), np.full(12, 7))
-    with mock.patch("twinfer.shared.scheduler.look_up", lambda _, __, most: np.full(most, 9)):
+    with guessing(lambda _, __, most: np.full(most, 9)):
         step = scheduler.schedule()
     assert step.drafts is not None
     assert (step.drafts.counts - 1).tolist() == [3, guessed]

@@ -25,9 +25,10 @@ from hypothesis import strategies as st
 
 from twinfer.bucketing import Table, decode_ladder, mixed_ladder
 from twinfer.shared import packer
-from twinfer.shared.drafts import Drafts, SpeculativeConfig
+from twinfer.shared.drafts import Drafts, SpeculativeConfig, look_up
 from twinfer.shared.errors import InternalError
 from twinfer.shared.kv_manager import KVManager
+from twinfer.shared.ngrams import NgramFilter
 from twinfer.shared.packer import pack
 from twinfer.shared.page_groups import PageGroup, pages_for
 from twinfer.shared.request import FinishReason, Request, RequestState
@@ -625,7 +626,23 @@ def test_many_random_schedules_give_each_request_the_tokens_it_gets_alone(run: R
 
 
 def check_random_schedule(run: Run) -> None:
-    with mock.patch("twinfer.shared.scheduler.look_up", run.guess):
+    may_repeat = NgramFilter.may_repeat
+
+    def anywhere(ngrams: NgramFilter, rows: np.ndarray, lasts: np.ndarray) -> np.ndarray:
+        """Guesses are not looked up here; but what would be found is not denied."""
+        table, config = run.scheduler.table, run.config.drafts
+        found = [
+            len(look_up(table.tokens[row, : last + 1], config, 1)) > 0
+            for row, last in zip(rows.tolist(), lasts.tolist(), strict=True)
+        ]
+        assert (may_repeat(ngrams, rows, lasts) >= np.array(found, np.bool_)).all()
+        return rows >= 0
+
+    with (
+        mock.patch("twinfer.shared.ngrams.FEW", 1),
+        mock.patch.object(NgramFilter, "may_repeat", anywhere),
+        mock.patch("twinfer.shared.scheduler.look_up", run.guess),
+    ):
         run.go()
     run.check()
     metrics = run.scheduler.metrics()
