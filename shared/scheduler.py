@@ -143,9 +143,9 @@ class Scheduler:
             config.num_pages, config.page_size, config.enable_prefix_caching, len(self.groups)
         )
         self.prefixes = PrefixCache(self.table, self.kv)
-        drafts, self._ngrams = config.drafts, None
-        if drafts is not None:
-            self._ngrams = NgramFilter(self.table, drafts.prompt_lookup_min)
+        self._ngrams: NgramFilter | None = None
+        if config.drafts is not None:
+            self._ngrams = NgramFilter(self.table, config.drafts.prompt_lookup_min)
 
     def start_over(self) -> None:
         """All that the worker held is gone, steps in flight too: every request waits again, at its
