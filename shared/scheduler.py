@@ -544,13 +544,14 @@ class Scheduler:
         """The step of decodes with guesses of what follows; None where there are none.
 
         A guess is an entry of its own, one token long, which reads what the entries before it
-        write: so it is a mixed step.
+        write: so it is a mixed step. That takes longer for all requests in it, so there are at
+        least as many guesses as requests.
         """
         config, ngrams = self.config.drafts, self._ngrams
         if config is None or ngrams is None:
             return None
         found = self._guesses(group, starts, config, ngrams)
-        if not any(map(len, found)):
+        if sum(map(len, found)) < len(group):
             return None
         counts = np.array([len(guesses) + 1 for guesses in found], np.int64)
         owner = group.indices.repeat(counts)
@@ -571,7 +572,7 @@ class Scheduler:
         """
         room = min(self.programs.max_requests, self.config.max_num_batched_tokens) - len(group)
         found = [NO_GUESSES] * len(group)
-        if room < 1:
+        if room < len(group):
             return found
         alone = np.flatnonzero(self.table.alone[group.rows])
         may_have = alone[ngrams.may_repeat(group.rows[alone], starts[alone])].tolist()

@@ -258,7 +258,7 @@ def test_nothing_is_looked_up_where_no_place_is_left():
     scheduler = Scheduler(config, Table((4,), (64,), 4))
     with guessing() as looked_up:
         looked_up.side_effect = lambda _, __, most: np.full(most, 9, np.int32)
-        for count, calls in ((1, 1), (3, 1), (4, 0)):
+        for count, calls in ((1, 1), (2, 2), (3, 0), (4, 0)):
             while len(scheduler.requests) < count:
                 name = str(len(scheduler.requests))
                 scheduler.add(Request(name, np.arange(9, dtype=np.int32), GREEDY, seed=0))
@@ -270,15 +270,30 @@ def test_nothing_is_looked_up_where_no_place_is_left():
 
 
 def test_a_text_in_which_nothing_repeats_is_not_looked_through():
-    config = SchedulerConfig(9, 64, 64, 4, 100, pipeline_depth=1, drafts=SpeculativeConfig(3))
+    config = SchedulerConfig(9, 64, 64, 4, 100, pipeline_depth=1, drafts=SpeculativeConfig(4))
     scheduler = Scheduler(config, Table((9,), (64,), 9))
-    for name, prompt in enumerate([[1, 2, 3, 4, 5]] * 3 + [[1, 2, 7, 1, 2]]):
+    for name, prompt in enumerate([[1, 2, 3, 4, 5]] * 3 + [[1, 2, 7, 3, 1, 2]]):
         scheduler.add(Request(str(name), np.array(prompt, np.int32), GREEDY, seed=0))
     scheduler.update(scheduler.schedule(), np.array([8, 8, 8, 7, *[0] * 5]))
     with mock.patch("twinfer.shared.scheduler.look_up", wraps=look_up) as looked_up:
         step = scheduler.schedule()
-    assert [call.args[0].tolist() for call in looked_up.call_args_list] == [[1, 2, 7, 1, 2, 7]]
-    assert step.drafts.tokens.tolist() == [1, 2, 7]
+    assert [call.args[0].tolist() for call in looked_up.call_args_list] == [[1, 2, 7, 3, 1, 2, 7]]
+    assert step.drafts.tokens.tolist() == [3, 1, 2, 7]
+
+
+@pytest.mark.parametrize(("found", "guessed"), [((2, 0, 0), 0), ((2, 1, 0), 3)])
+def test_fewer_guesses_than_requests_are_not_worth_a_step_of_all(found, guessed):
+    config = SchedulerConfig(9, 64, 64, 4, 100, pipeline_depth=1, drafts=SpeculativeConfig(4))
+    scheduler = Scheduler(config, Table((9,), (64,), 9))
+    for name in range(3):
+        scheduler.add(Request(str(name), np.arange(6, dtype=np.int32), GREEDY, seed=0))
+    scheduler.update(scheduler.schedule(), np.full(9, 7))
+    takes = iter(found)
+    with guessing() as looked_up:
+        looked_up.side_effect = lambda _, __, most: np.full(min(most, next(takes)), 9, np.int32)
+        step = scheduler.schedule()
+    assert len(step.group) == 3 + guessed
+    assert (step.drafts is None) == (guessed == 0)
 
 
 def test_places_are_dealt_out_in_equal_parts():
