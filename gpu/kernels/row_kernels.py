@@ -128,6 +128,18 @@ def gelu_gate_kernel(
 
 
 @triton.jit
+def relu2_kernel(x, out, x_stride, N: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """Grid (row, block of entries): out = max(x, 0)^2."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = n < N
+    wait(OVERLAP)
+    y = tl.load(x + row * x_stride + n, mask=mask, other=0.0).to(tl.float32)
+    positive = tl.where(y < 0, 0.0, y)  # a comparison that keeps NaN
+    tl.store(out + row * N + n, (positive * positive).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def add_gated_kernel(
     x, y, gate, out, x_stride, y_stride, gate_stride, N: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,

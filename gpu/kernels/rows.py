@@ -16,6 +16,7 @@ from .row_kernels import (
     gelu_gate_kernel,
     greedy_kernel,
     qk_mean_squares_kernel,
+    relu2_kernel,
     rms_norm_kernel,
     rms_norm_pair_kernel,
     wide_qk_norm_kernel,
@@ -291,6 +292,24 @@ def gelu_gate(gate: Array, x: Array) -> Array:
     gelu_gate_kernel[(gate.shape[0], triton.cdiv(n, setting["block"]))](
         gate, x, out, gate.stride(0), x.stride(0), N=n, BLOCK=setting["block"],
         num_warps=setting["warps"], **overlap(early=True),
+    )  # fmt: skip
+    return out
+
+
+def _takes_floats(x: Array) -> bool:
+    return dtype_name(x) in FLOATS
+
+
+@triton_kernel("relu2", supports_args=_takes_floats, row_invariant=True)
+def relu2(x: Array) -> Array:
+    """See the op."""
+    n, setting = x.shape[-1], config("silu_and_mul")
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x = x.reshape(-1, n)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    relu2_kernel[(x.shape[0], triton.cdiv(n, setting["block"]))](
+        x, out, x.stride(0), N=n, BLOCK=setting["block"], num_warps=setting["warps"],
+        **overlap(early=True),
     )  # fmt: skip
     return out
 

@@ -138,7 +138,7 @@ def swigluoai_and_mul(xp: Any, x: Array, alpha: float, limit: float) -> Array:
     return xp.astype(swish(xp, gate, up + 1.0, alpha), x.dtype)
 
 
-@define(shapes="x [... n] -> [... n] x", activations=("x",), contract=ELEMENTWISE)
+@define(shapes="x [... n] -> [... n] x", shards=("n",), activations=("x",), contract=ELEMENTWISE)
 def relu2(xp: Any, x: Array) -> Array:
     """max(x, 0)^2, elementwise: Primer (arXiv:2109.08668)."""
     y = xp.accumulate(x)

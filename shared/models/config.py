@@ -115,6 +115,11 @@ class ModelConfig:
             return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
         return self.full_heads
 
+    @property
+    def gates_mlp(self) -> bool:
+        """Whether an MLP multiplies by a gate."""
+        return self.act != "relu2"
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts."""
         return self.num_experts > 0 and layer not in self.dense_layers

@@ -26,7 +26,7 @@ DTYPE_OF: dict[str, ParameterDtype] = {
 PACKED = ("int4", "fp4")
 PROJECTIONS: Mapping[type[Mixer], tuple[str, ...]] = {
     Attention: ("qkv", "q", "o"),
-    Mlp: ("gate_up", "down"),
+    Mlp: ("gate_up", "up", "down"),
     LayerInput: ("input_gate", "input_up"),
     Experts: ("experts_gate_up", "experts_down", "shared_gate_up", "shared_down"),
 }

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "relu2"]
+"""All gated but relu2."""
 Score = Literal["softmax", "sigmoid"]
 Shared = Literal["plain", "gated"]
 NarrowKind = Literal["int8", "fp8", "int4", "fp4"]
@@ -96,7 +97,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Mlp:
-    """A gated MLP: `down(act(gate) * up)`."""
+    """A gated MLP: `down(act(gate) * up)`; with relu2 `down(relu2(up))`."""
 
     mixes_tokens: ClassVar[bool] = False
 

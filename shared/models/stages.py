@@ -318,6 +318,9 @@ def mlp_stage(
     ops: Any, spec: Mlp, weights: Weights, x: Array, cache: Cache, batch: Batch
 ) -> tuple[Array, Cache]:
     """Each token for itself; the cache stays as it is."""
+    if spec.act == "relu2":
+        hidden = ops.relu2(project(ops, weights, "up", x, batch, spec.narrow))
+        return project(ops, weights, "down", hidden, batch, spec.narrow), cache
     y = gated_mlp(ops, weights, "gate_up", "down", x, batch, spec.act, spec.narrow)
     return y, cache
 

@@ -247,6 +247,11 @@ MODELS = {
         "VaultGemma",
         GEMMA | dict(attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
     ),
+    "arcee": ("Arcee", dict(rope_scaling=YARN_ROPE, vocab_size=1009)),
+    "arcee-biases": (
+        "Arcee",
+        dict(attention_bias=True, mlp_bias=True, head_dim=24, tie_word_embeddings=True),
+    ),
     "helium": ("Helium", dict(head_dim=16, vocab_size=1009)),
     "helium-biases": (
         "Helium",

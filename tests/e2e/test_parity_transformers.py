@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from twinfer.shared.engine import Engine
 from twinfer.shared.errors import RequestError
 from twinfer.shared.models import stages
 from twinfer.shared.models.config_json import load_config
-from twinfer.shared.models.spec import MlpAndExperts
+from twinfer.shared.models.spec import Mlp, MlpAndExperts
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.step import StepInput, batch_layout, sampling_layout
 
@@ -51,6 +52,7 @@ NAMES = [
     "hyperclovax", "hyperclovax-biases",
     "vaultgemma",
     "helium", "helium-biases",
+    "arcee", "arcee-biases",
     "glm4v", "glm4v-whole", "glm4v-moe", "glm4v-moe-plain",
     "qwen2-vl", "qwen2-5-vl", "qwen2-5-vl-windows",
     "qwen3-vl", "qwen3-vl-biases", "qwen3-vl-moe", "qwen3-vl-moe-biases",
@@ -143,6 +145,7 @@ VARIANTS = [
     "hyperclovax-biases",
     "vaultgemma",
     "helium", "helium-biases",
+    "arcee-biases",
     "glm4v", "glm4v-whole", "glm4v-moe", "glm4v-moe-plain",
     "qwen2-vl", "qwen2-5-vl-windows",
     "qwen3-vl-biases", "qwen3-vl-moe", "qwen3-vl-moe-biases",
@@ -433,6 +436,68 @@ def test_the_check_would_see_a_wrong_mixture(
     error = np.linalg.norm(ours - want[:100], axis=-1) / np.linalg.norm(want[:100], axis=-1)
     assert error.max() > 1e-4
     engine.close()
+
+
+class Instead:
+    """Ops with another function in place of one."""
+
+    def __init__(self, ops, name, function):
+        self.ops, self.name, self.function = ops, name, function
+
+    def __getattr__(self, name):
+        return self.function if name == self.name else getattr(self.ops, name)
+
+
+def as_it_is(ops, spec, weights, batch):
+    return ops, spec, weights, batch
+
+
+def changed(**values):
+    """A mixer with other values."""
+    return lambda ops, spec, weights, batch: (ops, replace(spec, **values), weights, batch)
+
+
+def with_op(name, function):
+    """A stage that calls `function` in place of an op."""
+    return lambda ops, spec, weights, batch: (
+        Instead(ops, name, partial(function, ops)),
+        spec,
+        weights,
+        batch,
+    )
+
+
+LEFT_OUT = {
+    "arcee": {"not squared": (Mlp, with_op("relu2", lambda ops, x: x * (x > 0)))},
+}
+"""What a family has of its own, left out of the stage of a mixer."""
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_the_check_would_see_what_is_left_out(
+    checkpoints, oracle, prompts, monkeypatch, name, device
+):
+    folder, model = checkpoints(name)
+    (prompt,) = prompts(997, 100)
+    _, want = oracle(model, prompt, 2)
+    errors = {}
+    for fault, (mixer, change) in {"": (Mlp, as_it_is), **LEFT_OUT[name]}.items():
+        own = stages.STAGES[mixer]
+
+        def stage(ops, spec, weights, x, cache, batch, own=own, change=change):
+            ops, spec, weights, batch = change(ops, spec, weights, batch)
+            return own(ops, spec, weights, x, cache, batch)
+
+        with monkeypatch.context() as patch:
+            patch.setitem(stages.STAGES, mixer, stage)
+            engine = start(folder, "torch", device, enforce_eager=True)
+            ours = logits_of(engine, prompt)
+            engine.close()
+        error = np.linalg.norm(ours - want[:100], axis=-1) / np.linalg.norm(want[:100], axis=-1)
+        errors[fault] = error.max()
+    print(name, {fault: f"{error:.1e}" for fault, error in errors.items()})
+    assert errors.pop("") < 1e-4
+    assert min(errors.values()) > 1e-3, errors
 
 
 # --- dense families of 2026

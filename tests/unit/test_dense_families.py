@@ -682,7 +682,7 @@ def test_layers_are_made_of_kernels_alone_on_a_gpu():
     """Planned in Triton's interpreter, which has every kernel without a GPU."""
     names = """Gemma2ForCausalLM Gemma3ForCausalLM Glm4ForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM
     Ministral3ForCausalLM Gemma4ForCausalLM GemmaForCausalLM
-    SmolLM3ForCausalLM Exaone4ForCausalLM""".split()
+    SmolLM3ForCausalLM Exaone4ForCausalLM ArceeForCausalLM""".split()
     models = json.dumps([{"architectures": [name]} | SMALL | {"head_dim": 64} for name in names])
     done = subprocess.run(
         [sys.executable, "-c", PLANS, models],
@@ -698,3 +698,4 @@ def test_layers_are_made_of_kernels_alone_on_a_gpu():
     assert "gelu_gated_mlp=triton" in plans["Gemma3ForCausalLM"]
     assert {"wide_qk_norm=triton", "add=triton"} <= set(plans["Olmo3ForCausalLM"])
     assert "scale_tokens=triton" in plans["Ministral3ForCausalLM"]
+    assert "relu2=triton" in plans["ArceeForCausalLM"]

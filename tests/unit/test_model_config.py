@@ -74,10 +74,16 @@ EXAONE4 = LLAMA | {"architectures": ["Exaone4ForCausalLM"], "model_type": "exaon
 MINISTRAL = LLAMA | {"architectures": ["MinistralForCausalLM"], "model_type": "ministral"}
 CWM = LLAMA | {"architectures": ["CwmForCausalLM"], "model_type": "cwm"}
 HELIUM = LLAMA | {"architectures": ["HeliumForCausalLM"], "model_type": "helium", "head_dim": 16}
+ARCEE = LLAMA | {
+    "architectures": ["ArceeForCausalLM"],
+    "model_type": "arcee",
+    "hidden_act": "relu2",
+}
 CLOVA = LLAMA | {"architectures": ["HyperCLOVAXForCausalLM"], "model_type": "hyperclovax"}
 VAULT = LLAMA | {"architectures": ["VaultGemmaForCausalLM"], "model_type": "vaultgemma"}
 # Of these there is more in test_dense_families.py.
 NEWER = {
+    "arcee": ARCEE,
     "helium": HELIUM,
     "hyperclovax": CLOVA,
     "vaultgemma": VAULT,
@@ -1099,6 +1105,7 @@ def test_every_field_that_a_family_knows_is_read(name, monkeypatch):
             "first_last_k_dense_replace is 2, allowed: 1",
         ),
         ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1, allowed: 0"),
+        ("arcee", {"hidden_act": "silu"}, 'hidden_act is silu, allowed: "relu2"'),
         ("helium", {"head_dim": 32}, "head_dim is 32, allowed: hidden_size / num_attention_heads"),
         ("hyperclovax", {"use_post_norm": False}, "use_post_norm is False, allowed: true"),
         ("qwen2_moe", {"attention_bias": False}, "attention_bias is False, allowed: true"),

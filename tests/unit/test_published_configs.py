@@ -2,8 +2,8 @@
 have.
 
 All are from memory, with every field that the published files are known to have. The numbers of
-parameters are the published ones; of EXAONE 4.0 32B, K-EXAONE, CWM, Granite, Solar Open, HyperCLOVA
-and Helium they are ours, which agree with what is said of them to three digits.
+parameters are the published ones; of EXAONE 4.0 32B, K-EXAONE, CWM, Granite, Solar Open, HyperCLOVA,
+Helium and AFM they are ours, which agree with what is said of them to three digits.
 """
 
 import pytest
@@ -266,6 +266,23 @@ PUBLISHED = {
             "transformers_version": "4.48.0.dev0", "use_cache": True, "vocab_size": 48000,
         },
         2_172_643_840,
+    ),
+    "arcee-ai/AFM-4.5B": (
+        {
+            "architectures": ["ArceeForCausalLM"], "attention_bias": False,
+            "attention_dropout": 0.0, "bos_token_id": 128000, "eos_token_id": 128003,
+            "head_dim": 128, "hidden_act": "relu2", "hidden_size": 2560,
+            "initializer_range": 0.02, "intermediate_size": 18432,
+            "max_position_embeddings": 65536, "mlp_bias": False, "model_type": "arcee",
+            "num_attention_heads": 20, "num_hidden_layers": 36, "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "rope_scaling": {
+                "beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0,
+                "original_max_position_embeddings": 4096, "rope_type": "yarn", "type": "yarn",
+            },
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "transformers_version": "4.53.0", "use_cache": True, "vocab_size": 128004,
+        },
+        4_619_184_640,
     ),
     "zai-org/GLM-4.1V-9B-Thinking": (
         {

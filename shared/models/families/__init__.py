@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .family import Family
 
 FAMILIES = {
+    "ArceeForCausalLM": "arcee",
     "CwmForCausalLM": "cwm",
     "Dots1ForCausalLM": "dots1",
     "Ernie4_5ForCausalLM": "ernie4_5",

@@ -392,6 +392,7 @@ class Names:
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    up: str = "mlp.up_proj"
     router: str = "mlp.gate"
     router_bias: str = "mlp.gate.e_score_correction_bias"
     experts: str = "mlp.experts"
@@ -454,8 +455,7 @@ def _every_model(config: ModelConfig, names: Names, norms: Norms) -> Iterator[Pa
     for sort in _attentions(config):
         yield from _projections(config, names, sort)
     for inner, some in _mlps(config):
-        rows = (inner, "mlp"), (inner, "mlp")
-        yield _stacked("gate_up", names.gate_up, "weight", rows, "mlp", (width, "embed"), some)
+        yield _before_down(config, names, "weight", inner, (width, "embed"), some)
         yield _one("down", (width, inner), ("embed", "mlp"), LAYER + "mlp.down_proj.weight", some)
     if config.num_experts:
         yield from _experts(config, names)
@@ -480,9 +480,23 @@ def _some_models(config: ModelConfig, names: Names, norms: Norms) -> Iterator[Pa
         yield _one("o_bias", (width,), ("embed",), LAYER + "self_attn.o_proj.bias", layers)
     if config.mlp_bias:
         for inner, some in _mlps(config):
-            rows = (inner, "mlp"), (inner, "mlp")
-            yield _stacked("gate_up_bias", names.gate_up, "bias", rows, "mlp", None, some)
+            yield _before_down(config, names, "bias", inner, None, some)
         yield _one("down_bias", (width,), ("embed",), LAYER + "mlp.down_proj.bias", layers)
+
+
+def _before_down(
+    config: ModelConfig,
+    names: Names,
+    kind: str,
+    inner: int,
+    columns: tuple[int, str] | None,
+    layers: Sequence[int],
+) -> Parameter:
+    """gate and up of an MLP, or up alone where there is no gate."""
+    modules, name = (names.gate_up, "gate_up") if config.gates_mlp else ((names.up,), "up")
+    rows = [(inner, "mlp")] * (2 if config.gates_mlp else 1)
+    title = name if kind == "weight" else f"{name}_bias"
+    return _stacked(title, modules, kind, rows, "mlp", columns, layers)
 
 
 @dataclass(frozen=True, slots=True)
