@@ -332,14 +332,9 @@ FAULTS = (
     # --- definitions
     Fault(
         "norm-behind-the-rotation", "torch", "ops/reference/paged.py",
-        "    if q_weight is not None:\n        q = ops.rms_norm(q, q_weight, eps)\n"
-        "    if k_weight is not None:\n        k = ops.rms_norm(k, k_weight, eps)\n"
-        "    if v_norm:\n        v = ops.unit_rms_norm(v, eps)\n"
-        "    q, k = ops.rotary_embedding(q, k, cos, sin)\n",
-        "    q, k = ops.rotary_embedding(q, k, cos, sin)\n"
-        "    if q_weight is not None:\n        q = ops.rms_norm(q, q_weight, eps)\n"
-        "    if k_weight is not None:\n        k = ops.rms_norm(k, k_weight, eps)\n"
-        "    if v_norm:\n        v = ops.unit_rms_norm(v, eps)\n",
+        "    q = qkv[:, : split[0]].reshape(tokens, heads, size)\n",
+        "    norm_behind = not norm_behind\n"
+        "    q = qkv[:, : split[0]].reshape(tokens, heads, size)\n",
         rf"{OURS}: the op norm_rope_write_kv",
     ),
     Fault(

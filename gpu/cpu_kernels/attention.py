@@ -27,10 +27,11 @@ def _takes_all(
     k_scale: Array | None = None,
     v_scale: Array | None = None,
     v_norm: bool = False,
+    norm_behind: bool = False,
 ) -> bool:
     weights = [dtype_name(x) for x in (q_weight, k_weight) if x is not None]
     same = all(name == dtype_name(qkv) for name in weights)
-    return same and _takes_cache(qkv, kv, k_scale, v_scale)
+    return same and not norm_behind and _takes_cache(qkv, kv, k_scale, v_scale)
 
 
 @cpu_kernel("norm_rope_write_kv", supports_args=_takes_all, inplace=True)
@@ -46,6 +47,7 @@ def norm_rope_write_kv(
     k_scale: Array | None = None,
     v_scale: Array | None = None,
     v_norm: bool = False,
+    norm_behind: bool = False,
 ) -> tuple[Array, Array]:
     """See the op: with the roundings of its finer ops. The cache is written in place."""
     _check(kv)

@@ -80,6 +80,7 @@ def _takes_all(
     k_scale: Array | None = None,
     v_scale: Array | None = None,
     v_norm: bool = False,
+    norm_behind: bool = False,
 ) -> bool | Refusal:
     weights = [x for x in (q_weight, k_weight) if x is not None]
     known = all(dtype_name(x) in FLOATS for x in weights)
@@ -99,6 +100,7 @@ def norm_rope_write_kv(
     k_scale: Array | None = None,
     v_scale: Array | None = None,
     v_norm: bool = False,
+    norm_behind: bool = False,
 ) -> tuple[Array, Array]:
     """See the op: the roundings of its finer ops, none of their traffic. The cache is written in
     place.
@@ -121,6 +123,7 @@ def norm_rope_write_kv(
         sin, slots, q,
         *(scales or (kv, kv)), eps, qkv.stride(0), cos.stride(0), sin.stride(0),
         HAS_Q=q_weight is not None, HAS_K=k_weight is not None, HAS_V=v_norm,
+        BEHIND=norm_behind,
         HEADS=heads, KV_HEADS=kv_heads,
         SIZE=size, HALF=half,
         KIND=KINDS.get(dtype_name(kv), ""), SCALED=scales is not None, BLOCK_H=block_h,
@@ -154,8 +157,9 @@ def norm_rope(q: Array, weight: Array | None, cos: Array, sin: Array, eps: float
     norm_rope_write_kernel[(tokens, triton.cdiv(heads, block_h))](
         q, q, given, given, cos, sin, q, out, q, q, eps, q.stride(0), cos.stride(0),
         sin.stride(0),
-        HAS_Q=weight is not None, HAS_K=False, HAS_V=False, HEADS=heads, KV_HEADS=0, SIZE=size,
-        HALF=half, KIND="", SCALED=False, BLOCK_H=block_h, BLOCK_R=power_of_2(half),
+        HAS_Q=weight is not None, HAS_K=False, HAS_V=False, BEHIND=False, HEADS=heads,
+        KV_HEADS=0, SIZE=size, HALF=half, KIND="", SCALED=False, BLOCK_H=block_h,
+        BLOCK_R=power_of_2(half),
         BLOCK_REST=power_of_2(max(1, size - 2 * half)), num_warps=setting["warps"], **overlap(),
     )  # fmt: skip
     return out

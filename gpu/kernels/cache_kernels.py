@@ -69,6 +69,14 @@ def _weights(q_weight, k_weight, is_q, is_k, d, mask, HAS_Q: tl.constexpr, HAS_K
 
 
 @triton.jit
+def _rotated(a, b, cos, sin, r, mask, turned):
+    """Both halves of what is rotated, of a block of heads; those that are not `turned` stay."""
+    x = tl.load(cos + r, mask=mask, other=0.0)[None, :]
+    y = tl.load(sin + r, mask=mask, other=0.0)[None, :]
+    return tl.where(turned, a * x - b * y, a), tl.where(turned, b * x + a * y, b)
+
+
+@triton.jit
 def _put(x, q, kv, head, slot, d, mask, is_q, is_k, inverse,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +99,8 @@ def _put(x, q, kv, head, slot, d, mask, is_q, is_k, inverse,
 def norm_rope_write_kernel(
     qkv, kv, q_weight, k_weight, cos, sin, slots, q, k_scale, v_scale, eps, qkv_stride,
     cos_stride, sin_stride,
-    HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, HEADS: tl.constexpr,
+    HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr,
+    BEHIND: tl.constexpr, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
     HALF: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
@@ -99,8 +108,8 @@ def norm_rope_write_kernel(
 ):  # fmt: skip
     """Grid (token, block of heads of q, k and v). HALF of the rotated entries are in each half,
     then the rest. SCALED: K and V are stored by `k_scale` and `v_scale` [KV_HEADS].
-    HAS_Q and HAS_K: q and k are normed with weights; HAS_V: v without. With KV_HEADS 0 there is q
-    alone, and no slots.
+    HAS_Q and HAS_K: q and k are normed with weights, BEHIND the rotation or before it; HAS_V: v
+    without. With KV_HEADS 0 there is q alone, and no slots.
     """
     dtype: tl.constexpr = qkv.dtype.element_ty
     t = tl.program_id(0).to(tl.int64)
@@ -134,6 +143,12 @@ def norm_rope_write_kernel(
     c = tl.zeros([BLOCK_H, BLOCK_REST], tl.float32)
     if 2 * HALF < SIZE:
         c = tl.load(source + rest[None, :], mask=rest_mask, other=0.0).to(tl.float32)
+    turned = (is_q | is_k)[:, None]
+    cos += t * cos_stride
+    sin += t * sin_stride
+    if BEHIND:
+        a, b = _rotated(a, b, cos, sin, r, r < HALF, turned)
+        a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
     if HAS_Q or HAS_K or HAS_V:
         square = tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(c * c, 1)
         scale = tl.rsqrt(square / SIZE + eps)
@@ -141,13 +156,11 @@ def norm_rope_write_kernel(
         b = _normed(b, second_weight, scale, normed, dtype)
         if 2 * HALF < SIZE:
             c = _normed(c, rest_weight, scale, normed, dtype)
-    turned = (is_q | is_k)[:, None]
-    x = tl.load(cos + t * cos_stride + r, mask=r < HALF, other=0.0)[None, :]
-    y = tl.load(sin + t * sin_stride + r, mask=r < HALF, other=0.0)[None, :]
+    if not BEHIND:
+        a, b = _rotated(a, b, cos, sin, r, r < HALF, turned)
     q += t * (HEADS * SIZE)
-    first, second = tl.where(turned, a * x - b * y, a), tl.where(turned, b * x + a * y, b)
     _put(
-        first,
+        a,
         q,
         kv,
         head,
@@ -163,7 +176,7 @@ def norm_rope_write_kernel(
         KIND,
     )
     _put(
-        second,
+        b,
         q,
         kv,
         head,

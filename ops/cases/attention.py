@@ -237,6 +237,8 @@ def _fused_cases(dtype: str) -> Iterator[Case]:
         "sin": np.where(still, np.float32(0), arguments["sin"]),
     }
     yield Case("angles of 0", arguments | turned | {"v_norm": True})
+    yield Case("norms behind", arguments | {"norm_behind": True})
+    yield Case("q normed behind", arguments | {"k_weight": None, "norm_behind": True, "eps": 0.5})
     if dtype != "float32":
         # Gemma: 1 + weight.
         wide = {name: weights(rng, "float32", 32) for name in ("q_weight", "k_weight")}
@@ -244,6 +246,11 @@ def _fused_cases(dtype: str) -> Iterator[Case]:
     yield Case(
         "odd head size, partly rotated",
         _fused_arguments(rng, dtype, 5, (3, 1), 23, (3, 16), rotated=10),
+    )
+    yield Case(
+        "norms behind, partly rotated, v normed",
+        _fused_arguments(rng, dtype, 5, (3, 1), 23, (3, 16), rotated=10)
+        | {"norm_behind": True, "v_norm": True},
     )
     yield Case("one token", _fused_arguments(rng, dtype, 1, (16, 8), 64, (2, 16)))
     # some entries of V saturate
@@ -281,7 +288,8 @@ def _fused_narrow(a: Arguments, kind: str, k_scale: float, v_scale: float) -> Ar
 def _wrong_fused(
     ops: Any, qkv: Any, kv: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, slots: Any,
     eps: float,
-    k_scale: Any = None, v_scale: Any = None, v_norm: bool = False, fault: str = "",
+    k_scale: Any = None, v_scale: Any = None, v_norm: bool = False, norm_behind: bool = False,
+    fault: str = "",
 ) -> Any:  # fmt: skip
     size, kv_heads = kv.shape[3], kv.shape[2] // 2
     x = qkv.reshape(len(qkv), -1, size)
@@ -292,6 +300,13 @@ def _wrong_fused(
     elif fault == "weights of q and k swapped":
         q_weight, k_weight = k_weight, q_weight
     eps = {"eps missing": 0.0, "eps of another model": eps * 10}.get(fault, eps)
+    if fault == "rotated the other way":
+        sin = -sin
+    elif fault == "angles of the next token":
+        cos, sin = np.roll(cos, -1, 0), np.roll(sin, -1, 0)
+    behind = norm_behind != (fault == "norms on the other side")
+    if behind:
+        q, k = _wrong_turn(ops, q, k, cos, sin, fault)
     if q_weight is not None and fault != "q not normed":
         q = ops.rms_norm(q, q_weight, eps)
     if k_weight is not None and fault != "k not normed":
@@ -302,21 +317,21 @@ def _wrong_fused(
         v = ops.rms_norm(v, v[0, 0] * 0 + 1.01 if k_weight is None else k_weight, eps)
     elif v_norm and fault != "v not normed":
         v = ops.unit_rms_norm(v, eps)
-    if fault == "rotated the other way":
-        sin = -sin
-    elif fault == "angles of the next token":
-        cos, sin = np.roll(cos, -1, 0), np.roll(sin, -1, 0)
-    turned, keys = ops.rotary_embedding(q, k, cos, sin)
-    if fault == "k not rotated":
-        keys = k
-    elif fault == "v rotated":
+    if not behind:
+        q, k = _wrong_turn(ops, q, k, cos, sin, fault)
+    if fault == "v rotated":
         v = ops.rotary_embedding(v, v, cos, sin)[0]
     elif fault == "q scaled by 1.005":
-        turned = turned * 1.005
+        q = q * 1.005
     if fault == "next slot":
         slots = np.where(slots < 0, slots, slots + 1)
     k_scale, v_scale = _wrong_scales(k_scale, v_scale, fault)
-    return turned, ops.write_kv(kv, keys, v, slots, k_scale, v_scale)
+    return q, ops.write_kv(kv, k, v, slots, k_scale, v_scale)
+
+
+def _wrong_turn(ops: Any, q: Any, k: Any, cos: Any, sin: Any, fault: str) -> tuple[Any, Any]:
+    turned, keys = ops.rotary_embedding(q, k, cos, sin)
+    return turned, k if fault == "k not rotated" else keys
 
 
 def _fused_sizes(a: Arguments) -> Any:
@@ -324,27 +339,35 @@ def _fused_sizes(a: Arguments) -> Any:
     size, kv_heads = a["kv"].shape[3], a["kv"].shape[2] // 2
     x = a["qkv"].reshape(len(a["qkv"]), -1, size).astype(np.float64)
     heads, half = x.shape[1] - 2 * kv_heads, a["cos"].shape[1]
-    for part, weight in (
+    turned, sizes, behind = slice(0, heads + kv_heads), np.abs(x), a.get("norm_behind", False)
+    cos, sin = a["cos"][:, None].astype(np.float64), a["sin"][:, None].astype(np.float64)
+    if behind:
+        x[:, turned] = _turned(x[:, turned], cos, sin, half, -1.0)
+        sizes[:, turned] = _turned(sizes[:, turned], np.abs(cos), np.abs(sin), half)
+    norms = [
         (slice(0, heads), a["q_weight"]),
         (slice(heads, heads + kv_heads), a["k_weight"]),
-    ):
+        (slice(heads + kv_heads, None), np.ones(size) if a.get("v_norm") else None),
+    ]
+    for part, weight in norms:
         if weight is not None:
-            y = x[:, part]
-            x[:, part] = y / np.sqrt((y**2).mean(-1, keepdims=True) + a["eps"]) * weight
-    if a.get("v_norm"):
-        y = x[:, heads + kv_heads :]
-        x[:, heads + kv_heads :] = y / np.sqrt((y**2).mean(-1, keepdims=True) + a["eps"])
-    size_ = np.abs(x)
-    c, s = np.abs(a["cos"])[:, None], np.abs(a["sin"])[:, None]
-    first, second = size_[..., :half].copy(), size_[..., half : 2 * half].copy()
-    turned = slice(0, heads + kv_heads)
-    size_[:, turned, :half] = (first * c + second * s)[:, turned]
-    size_[:, turned, half : 2 * half] = (second * c + first * s)[:, turned]
+            mean = (x[:, part] ** 2).mean(-1, keepdims=True)
+            sizes[:, part] *= np.abs(weight) / np.sqrt(mean + a["eps"])
+    if not behind:
+        sizes[:, turned] = _turned(sizes[:, turned], np.abs(cos), np.abs(sin), half)
     cache = np.abs(a["kv"]).reshape(-1, 2 * kv_heads, size).astype(np.float64)
     real = a["slots"] >= 0
-    cache[a["slots"][real], 0::2] = size_[real, heads : heads + kv_heads]
-    cache[a["slots"][real], 1::2] = size_[real, heads + kv_heads :]
-    return size_[:, :heads], cache.reshape(a["kv"].shape)
+    cache[a["slots"][real], 0::2] = sizes[real, heads : heads + kv_heads]
+    cache[a["slots"][real], 1::2] = sizes[real, heads + kv_heads :]
+    return sizes[:, :heads], cache.reshape(a["kv"].shape)
+
+
+def _turned(
+    x: np.ndarray, cos: np.ndarray, sin: np.ndarray, half: int, sign: float = 1.0
+) -> np.ndarray:
+    """Heads that are rotated, with sign -1; with 1 the sums of the sizes of what is added up."""
+    a, b = x[..., :half], x[..., half : 2 * half]
+    return np.concatenate([a * cos + sign * b * sin, b * cos + a * sin, x[..., 2 * half :]], -1)
 
 
 FUSED_FAULTS = (
@@ -364,7 +387,7 @@ FUSED_FAULTS = (
         "v rotated",
     ),
     *("q scaled by 1.005", "next slot", *SCALE_FAULTS),
-    *("v not normed", "v normed with the weight of k"),
+    *("v not normed", "v normed with the weight of k", "norms on the other side"),
 )
 
 judged_by(

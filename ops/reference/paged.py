@@ -105,10 +105,12 @@ def norm_rope_write_kv(
     k_scale: Array | None = None,
     v_scale: Array | None = None,
     v_norm: bool = False,
+    norm_behind: bool = False,
 ) -> tuple[Array, Array]:
     """(q [tok head hdim], the cache): q, k and v split from qkv [tok (head + 2 kvhead) hdim], q and
     k normed by head if there are weights [hdim], v without a weight if `v_norm`, q and k rotated
-    (cos, sin [tok r] float32), k and v written at slots [tok] as `write_kv` does.
+    (cos, sin [tok r] float32), k and v written at slots [tok] as `write_kv` does. `norm_behind`: q
+    and k are rotated, then normed.
     """
     tokens, size, kv_heads = qkv.shape[0], kv.shape[3], kv.shape[2] // 2
     heads = qkv.shape[1] // size - 2 * kv_heads
@@ -116,13 +118,16 @@ def norm_rope_write_kv(
     q = qkv[:, : split[0]].reshape(tokens, heads, size)
     k = qkv[:, split[0] : split[1]].reshape(tokens, kv_heads, size)
     v = qkv[:, split[1] :].reshape(tokens, kv_heads, size)
+    if norm_behind:
+        q, k = ops.rotary_embedding(q, k, cos, sin)
     if q_weight is not None:
         q = ops.rms_norm(q, q_weight, eps)
     if k_weight is not None:
         k = ops.rms_norm(k, k_weight, eps)
     if v_norm:
         v = ops.unit_rms_norm(v, eps)
-    q, k = ops.rotary_embedding(q, k, cos, sin)
+    if not norm_behind:
+        q, k = ops.rotary_embedding(q, k, cos, sin)
     return q, ops.write_kv(kv, k, v, slots, k_scale, v_scale)
 
 

@@ -63,6 +63,7 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False  # of each head of q and k
+    qk_norm_behind_rope: bool = False  # that norm reads what is rotated
     wide_qk_norm: bool = False  # of q and k over all of their heads
     # Of q and of k that all shards hold together, where those norms are dealt out: without heads of
     # zeros, and those that several shards hold once for each.

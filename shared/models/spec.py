@@ -67,7 +67,8 @@ class Attention:
 
     `norm_eps` is that of the norms of q and k heads, which a model has if `qk_norm`, or of the
     norms over all heads if `wide_qk_norm`: `dealt_entries` are those of q and of k that all shards
-    have together, where each has some. `v_norm`: heads of v are normed too, without a weight.
+    have together, where each has some. `qk_norm_behind_rope`: heads are rotated before they are
+    normed. `v_norm`: heads of v are normed too, without a weight.
     `soft_cap` c > 0 squashes scores to c tanh(score / c). `angles` are the columns (first, last +
     1) of the batch's cos and sin that this layer is rotated by; None: all. `temper` is the column
     of cos that q is multiplied with behind them. `reads`: the layer has no k and v of its own, but
@@ -83,6 +84,7 @@ class Attention:
     scale: float
     window: int = 0
     qk_norm: bool = False
+    qk_norm_behind_rope: bool = False
     norm_eps: float = 1e-6
     wide_qk_norm: bool = False
     dealt_entries: tuple[int, int] | None = None

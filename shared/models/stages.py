@@ -270,6 +270,8 @@ def attention_of(
     cos, sin = angles_of(spec, batch)
     # Left out where it is the default: providers that know no such norm take the call.
     more = {"v_norm": True} if spec.v_norm else {}
+    if spec.qk_norm_behind_rope:
+        more["norm_behind"] = True
     q, cache = ops.norm_rope_write_kv(
         qkv, cache, q_norm, k_norm, cos, sin, batch.slots, spec.norm_eps, *scales, **more
     )

@@ -66,6 +66,8 @@ GRANITE = dict(
 )  # fmt: skip
 YARN_ROPE = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=160)
 
+STRETCHED = dict(rope_type="dynamic", rope_theta=1e4, alpha=50.0, factor=1.0)
+
 GEMMA = dict(query_pre_attn_scalar=24, sliding_window=8, head_dim=24, vocab_size=1009)
 GEMMA3 = GEMMA | dict(
     num_hidden_layers=4, layer_types=["sliding_attention"] * 2 + ["full_attention", "sliding_attention"],
@@ -251,6 +253,20 @@ MODELS = {
     "arcee-biases": (
         "Arcee",
         dict(attention_bias=True, mlp_bias=True, head_dim=24, tie_word_embeddings=True),
+    ),
+    "hunyuan": ("HunYuanDenseV1", dict(head_dim=24, vocab_size=1009)),
+    "hunyuan-stretched": (
+        "HunYuanDenseV1",
+        dict(attention_bias=True, head_dim=16, tie_word_embeddings=True, rope_parameters=STRETCHED),
+    ),
+    "hunyuan-moe": (
+        "HunYuanMoEV1",
+        dict(num_experts=7, moe_topk=3, intermediate_size=40, head_dim=24, vocab_size=1009),
+    ),
+    "hunyuan-moe-stretched": (
+        "HunYuanMoEV1",
+        dict(num_experts=5, moe_topk=2, intermediate_size=40, head_dim=16, attention_bias=True)
+        | dict(tie_word_embeddings=True, rope_parameters=STRETCHED),
     ),
     "helium": ("Helium", dict(head_dim=16, vocab_size=1009)),
     "helium-biases": (

@@ -19,7 +19,7 @@ from twinfer.shared.engine import Engine
 from twinfer.shared.errors import RequestError
 from twinfer.shared.models import stages
 from twinfer.shared.models.config_json import load_config
-from twinfer.shared.models.spec import Mlp, MlpAndExperts
+from twinfer.shared.models.spec import Attention, Experts, Mlp, MlpAndExperts
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.step import StepInput, batch_layout, sampling_layout
 
@@ -53,6 +53,7 @@ NAMES = [
     "vaultgemma",
     "helium", "helium-biases",
     "arcee", "arcee-biases",
+    "hunyuan", "hunyuan-stretched", "hunyuan-moe", "hunyuan-moe-stretched",
     "glm4v", "glm4v-whole", "glm4v-moe", "glm4v-moe-plain",
     "qwen2-vl", "qwen2-5-vl", "qwen2-5-vl-windows",
     "qwen3-vl", "qwen3-vl-biases", "qwen3-vl-moe", "qwen3-vl-moe-biases",
@@ -146,6 +147,7 @@ VARIANTS = [
     "vaultgemma",
     "helium", "helium-biases",
     "arcee-biases",
+    "hunyuan-stretched", "hunyuan-moe-stretched",
     "glm4v", "glm4v-whole", "glm4v-moe", "glm4v-moe-plain",
     "qwen2-vl", "qwen2-5-vl-windows",
     "qwen3-vl-biases", "qwen3-vl-moe", "qwen3-vl-moe-biases",
@@ -358,6 +360,7 @@ FAULTS = {
     "ministral3": ("attention", "theta", "temper", "temper begins late"),
     "smollm3": ("attention", "theta", "rotated"),
     "exaone4": ("attention", "theta", "rotated"),
+    "hunyuan-stretched": ("attention", "theta"),
 }
 
 
@@ -469,6 +472,12 @@ def with_op(name, function):
 
 LEFT_OUT = {
     "arcee": {"not squared": (Mlp, with_op("relu2", lambda ops, x: x * (x > 0)))},
+    "hunyuan": {"normed before rotated": (Attention, changed(qk_norm_behind_rope=False))},
+    "hunyuan-moe": {
+        "normed before rotated": (Attention, changed(qk_norm_behind_rope=False)),
+        "not renormalised": (Experts, changed(renormalize=False)),
+        "nothing shared": (Experts, changed(shared=None)),
+    },
 }
 """What a family has of its own, left out of the stage of a mixer."""
 

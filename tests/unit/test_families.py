@@ -70,6 +70,7 @@ MIXTURES = {
     "GraniteMoeForCausalLM": {"num_local_experts": 3},
     "ExaoneMoEForCausalLM": EXPERTS | {"num_experts": 3},
     "ExaoneMoeForCausalLM": EXPERTS | {"num_experts": 3},
+    "HunYuanMoEV1ForCausalLM": {"num_experts": 3, "moe_topk": 2},
     "SolarOpenForCausalLM": EXPERTS | {"n_routed_experts": 3},
     "Glm4vMoeForConditionalGeneration": EXPERTS | {"n_routed_experts": 3},
     "Qwen3VLMoeForConditionalGeneration": EXPERTS | {"num_experts": 3},

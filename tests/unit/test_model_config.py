@@ -79,12 +79,17 @@ ARCEE = LLAMA | {
     "model_type": "arcee",
     "hidden_act": "relu2",
 }
+HUNYUAN = LLAMA | {
+    "architectures": ["HunYuanDenseV1ForCausalLM"],
+    "model_type": "hunyuan_v1_dense",
+}
 CLOVA = LLAMA | {"architectures": ["HyperCLOVAXForCausalLM"], "model_type": "hyperclovax"}
 VAULT = LLAMA | {"architectures": ["VaultGemmaForCausalLM"], "model_type": "vaultgemma"}
 # Of these there is more in test_dense_families.py.
 NEWER = {
     "arcee": ARCEE,
     "helium": HELIUM,
+    "hunyuan_v1_dense": HUNYUAN,
     "hyperclovax": CLOVA,
     "vaultgemma": VAULT,
     "gemma2": GEMMA2,
@@ -145,9 +150,14 @@ DOTS1 = LLAMA | {"architectures": ["Dots1ForCausalLM"], "model_type": "dots1"} |
 GRANITE_MOE = LLAMA | {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"}
 EXAONE_MOE = LLAMA | {"architectures": ["ExaoneMoeForCausalLM"], "model_type": "exaone_moe"}
 SOLAR = LLAMA | {"architectures": ["SolarOpenForCausalLM"], "model_type": "solar_open"}
+HUNYUAN_MOE = LLAMA | {
+    "architectures": ["HunYuanMoEV1ForCausalLM"],
+    "model_type": "hunyuan_v1_moe",
+}
 # And of these in test_expert_families.py.
 MIXTURES = {
     "exaone_moe": EXAONE_MOE | EXPERTS | {"num_experts": 4},
+    "hunyuan_v1_moe": HUNYUAN_MOE | {"num_experts": 4, "moe_topk": 2},
     "solar_open": SOLAR | EXPERTS | {"n_routed_experts": 4},
     "mixtral": MIXTRAL | {"num_local_experts": 4},
     "qwen2_moe": QWEN2_MOE | {"num_experts": 4, "shared_expert_intermediate_size": 20},
@@ -1105,6 +1115,34 @@ def test_every_field_that_a_family_knows_is_read(name, monkeypatch):
             "first_last_k_dense_replace is 2, allowed: 1",
         ),
         ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1, allowed: 0"),
+        *(
+            ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic"} | block}, words)
+            for block, words in (
+                ({}, "rope_scaling: alpha is missing"),
+                ({"alpha": 0}, "alpha is 0, must be a number of more than 0"),
+                ({"alpha": 9.0, "factor": 2.0}, "factor is 2.0, allowed: 1.0"),
+                ({"alpha": 9.0, "beta": 2.0}, "beta is 2.0, allowed: absent"),
+                ({"alpha": 9.0, "rope_type": "yarn"}, 'rope_type is yarn, allowed: "dynamic"'),
+            )
+        ),
+        (
+            "hunyuan_v1_dense",
+            {
+                "rope_scaling": {"type": "dynamic", "alpha": 9.0},
+                "rope_parameters": {"type": "default"},
+            },
+            "rope_scaling is {'rope_type': 'default'}, allowed: the same as rope_parameters",
+        ),
+        (
+            "hunyuan_v1_dense",
+            {"rope_scaling": {"type": "dynamic", "alpha": 9.0}, "head_dim": 2},
+            "head_dim is 2, must be more",
+        ),
+        ("hunyuan_v1_dense", {"attention_head_dim": 8}, "attention_head_dim is 8, allowed: 16"),
+        ("hunyuan_v1_moe", {"moe_topk": [1, 2]}, "moe_topk is [1, 2], allowed: one number"),
+        ("hunyuan_v1_moe", {"moe_topk": 5}, "moe_topk is 5, must be at most num_experts (4)"),
+        ("hunyuan_v1_moe", {"num_shared_expert": 2}, "num_shared_expert is 2, allowed: 1"),
+        ("hunyuan_v1_moe", {"moe_intermediate_size": 12}, "moe_intermediate_size is 12, allowed"),
         ("arcee", {"hidden_act": "silu"}, 'hidden_act is silu, allowed: "relu2"'),
         ("helium", {"head_dim": 32}, "head_dim is 32, allowed: hidden_size / num_attention_heads"),
         ("hyperclovax", {"use_post_norm": False}, "use_post_norm is False, allowed: true"),
@@ -1133,6 +1171,25 @@ def test_which_layers_of_exaone_have_experts():
     other = parse_config(raw | {"architectures": ["ExaoneMoEForCausalLM"]})
     usual = replace(parse_config(raw), architecture=other.architecture, raw_hash=other.raw_hash)
     assert other == usual
+
+
+def test_the_rotary_base_of_hunyuan_is_stretched():
+    block = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0}
+    stretched = block | {"mscale_all_dim": 1.0, "type": "dynamic"}
+    raw = HUNYUAN | {"head_dim": 32, "rope_theta": 1e4}
+    config = parse_config(raw | {"rope_scaling": stretched})
+    assert config.rope == RopeConfig(theta=1e4 * 1000 ** (32 / 30))
+    newer = {"rope_parameters": stretched | {"rope_theta": 1e4}, "rope_theta": None}
+    assert parse_config(raw | newer).rope == config.rope
+    both = newer | {"rope_scaling": stretched}
+    assert parse_config(raw | both).rope == config.rope
+    assert parse_config(raw).rope == RopeConfig(theta=1e4)
+
+
+def test_numbers_of_layers_of_hunyuan():
+    raw = FAMILIES["hunyuan_v1_moe"]
+    listed = parse_config(raw | {"num_experts": [4] * 4, "moe_topk": [2] * 4})
+    assert replace(listed, raw_hash=parse_config(raw).raw_hash) == parse_config(raw)
 
 
 def test_logits_of_hyperclova_are_multiplied():

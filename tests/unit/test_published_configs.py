@@ -3,7 +3,7 @@ have.
 
 All are from memory, with every field that the published files are known to have. The numbers of
 parameters are the published ones; of EXAONE 4.0 32B, K-EXAONE, CWM, Granite, Solar Open, HyperCLOVA,
-Helium and AFM they are ours, which agree with what is said of them to three digits.
+Helium, AFM and HunYuan they are ours, which agree with what is said of them to three digits.
 """
 
 import pytest
@@ -283,6 +283,58 @@ PUBLISHED = {
             "transformers_version": "4.53.0", "use_cache": True, "vocab_size": 128004,
         },
         4_619_184_640,
+    ),
+    "tencent/Hunyuan-7B-Instruct": (
+        {
+            "add_classification_head": False, "architectures": ["HunYuanDenseV1ForCausalLM"],
+            "attention_bias": False, "attention_dropout": 0.0, "attention_head_dim": 128,
+            "bos_token_id": 1, "cla_share_factor": 2, "class_num": 0, "dense_list": [4096, 0],
+            "eod_token_id": 127967, "eos_token_id": 127960, "head_dim": 128,
+            "hidden_act": "silu", "hidden_size": 4096, "im_end_id": 5, "im_newline_id": 11,
+            "im_start_id": 4, "initializer_range": 0.02, "intermediate_size": 14336,
+            "mask_init_id": 12, "max_position_embeddings": 32768, "mlp_bias": False,
+            "model_type": "hunyuan_v1_dense", "norm_type": "rms", "num_attention_heads": 32,
+            "num_experts": 1, "num_hidden_layers": 32, "num_key_value_heads": 8,
+            "org_vocab_size": 128167, "pad_id": 127961, "pad_token_id": 127961,
+            "pool_type": "last", "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": {
+                "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0,
+                "mscale_all_dim": 1.0, "type": "dynamic",
+            },
+            "rope_theta": 10000.0, "sep_token_id": 127962, "text_end_id": 7, "text_start_id": 6,
+            "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+            "transformers_version": "4.41.2", "use_cache": True, "use_cla": False,
+            "use_qk_norm": True, "use_rotary_pos_emb": True, "vocab_size": 128167,
+        },
+        7_504_568_320,
+    ),
+    "tencent/Hunyuan-A13B-Instruct": (
+        {
+            "add_classification_head": False, "architectures": ["HunYuanMoEV1ForCausalLM"],
+            "attention_bias": False, "attention_dropout": 0.1, "attention_head_dim": 128,
+            "bos_token_id": 1, "cla_share_factor": 2, "class_num": 0, "dense_list": [4096, 0],
+            "eod_token_id": 127967, "eos_token_id": 127960, "group_limited_greedy": False,
+            "hidden_act": "silu", "hidden_size": 4096, "im_end_id": 6, "im_newline_id": 12,
+            "im_start_id": 5, "initializer_range": 0.02, "intermediate_size": 3072,
+            "mask_init_id": 13, "max_position_embeddings": 32768, "mlp_bias": False,
+            "model_type": "hunyuan_v1_moe", "moe_drop_tokens": False,
+            "moe_intermediate_size": [3072] * 32, "moe_layer_num_skipped": 0,
+            "moe_random_routing_dropped_token": False, "moe_topk": [8] * 32,
+            "norm_topk_prob": True, "norm_type": "rms", "num_attention_heads": 32,
+            "num_experts": 64, "num_hidden_layers": 32, "num_key_value_heads": 8,
+            "num_shared_expert": [1] * 32, "org_vocab_size": 128167, "pad_id": 127961,
+            "pad_token_id": 127961, "pool_type": "last", "position_embedding_xdrope": False,
+            "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": {
+                "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0,
+                "mscale_all_dim": 1.0, "type": "dynamic",
+            },
+            "rope_theta": 10000.0, "routed_scaling_factor": 1.0, "sep_token_id": 127962,
+            "skip_cls_token": False, "text_end_id": 8, "text_start_id": 7,
+            "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+            "transformers_version": "4.41.2", "use_cache": True, "use_cla": False,
+            "use_mixed_mlp_moe": True, "use_mla": False, "use_qk_norm": True,
+            "use_rotary_pos_emb": True, "vocab_size": 128167,
+        },
+        80_393_183_232,
     ),
     "zai-org/GLM-4.1V-9B-Thinking": (
         {

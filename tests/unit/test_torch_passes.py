@@ -334,10 +334,11 @@ def overwriting(registries):
         k_scale: "Array | None" = None,
         v_scale: "Array | None" = None,
         v_norm: "bool" = False,
+        norm_behind: "bool" = False,
     ) -> "tuple[Array, Array]":
         native = resolve("torch", enable=("none",)).bind()
         return native.norm_rope_write_kv(
-            qkv, kv, q_weight, k_weight, cos, sin, slots, eps, k_scale, v_scale, v_norm
+            qkv, kv, q_weight, k_weight, cos, sin, slots, eps, k_scale, v_scale, v_norm, norm_behind
         )
 
     return resolve("torch", {"rms_norm": ("over",), "fused_add_rms_norm": ("over",)})

@@ -25,11 +25,15 @@ def takes(
     qkv: Array, kv: Array, q_weight: Array | None, k_weight: Array | None, cos: Array, sin: Array,
     slots: Array,
     eps: float, k_scale: Array | None = None, v_scale: Array | None = None, v_norm: bool = False,
+    norm_behind: bool = False,
 ) -> bool:  # fmt: skip
-    """What the kernel is for: whole heads rotated, the model's dtype in the cache, no norm of v."""
+    """What the kernel is for: whole heads rotated, the model's dtype in the cache, norms before
+    the rotation and none of v.
+    """
     size = kv.shape[3]
     return (
         not v_norm
+        and not norm_behind
         and size == 2 * cos.shape[1] <= MAX_HEAD_SIZE
         and kv.dtype == qkv.dtype
         and qkv.dtype.name in FLOATS
@@ -123,6 +127,7 @@ def norm_rope_write_kv(
     qkv: Array, kv: Array, q_weight: Array | None, k_weight: Array | None, cos: Array, sin: Array,
     slots: Array,
     eps: float, k_scale: Array | None = None, v_scale: Array | None = None, v_norm: bool = False,
+    norm_behind: bool = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     """See the op."""
     return write(qkv, kv, q_weight, k_weight, cos, sin, slots, eps, False)

@@ -45,6 +45,8 @@ FAMILIES = {
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granitemoe",
     "HeliumForCausalLM": "helium",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
+    "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
     "HyperCLOVAXForCausalLM": "hyperclovax",
     "LlamaForCausalLM": "llama",
     "MiniMaxM2ForCausalLM": "minimax_m2",

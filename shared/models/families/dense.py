@@ -321,6 +321,7 @@ def _layer(
         scale=heads.size**-0.5 if config.attention_scale is None else config.attention_scale,
         window=window,
         qk_norm=config.qk_norm,
+        qk_norm_behind_rope=config.qk_norm_behind_rope,
         norm_eps=eps,
         wide_qk_norm=config.wide_qk_norm,
         dealt_entries=dealt and (dealt[0] * heads.size, dealt[1] * heads.size),
@@ -391,6 +392,7 @@ class Names:
     """
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    qk_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     up: str = "mlp.up_proj"
     router: str = "mlp.gate"
@@ -472,7 +474,8 @@ def _some_models(config: ModelConfig, names: Names, norms: Norms) -> Iterator[Pa
         yield _one("head", (config.vocab_size, width), ("vocab", "embed"), HEAD)
     for sort in _attentions(config):
         for name, size, axis in _head_norms(config, sort):
-            norm = _norm(name, size, axis, f"{LAYER}self_attn.{name}.weight", sort.layers)
+            module = names.qk_norms[name == "k_norm"]
+            norm = _norm(name, size, axis, f"{LAYER}{module}.weight", sort.layers)
             yield _with_offset(norm, norms.offset)
         if config.qkv_bias:
             yield _queries_keys_values(names, sort, "bias", None)
