@@ -38,7 +38,7 @@ def moe_route(
 ) -> tuple[Array, Array]:  # fmt: skip
     """See the op: a row is one program's, or one of a few."""
     shift, factor = (None if x is None else x.contiguous() for x in (shift, factor))
-    return _route(logits, shift, slots, top_k, renormalize, 1.0, factor, sigmoid=False)
+    return _route(logits, shift, slots, top_k, renormalize, 1.0, factor, score="")
 
 
 def _takes_sigmoid(
@@ -68,7 +68,19 @@ def moe_route_sigmoid(
     scale: float,
 ) -> tuple[Array, Array]:
     """See the op."""
-    return _route(logits, bias.contiguous(), slots, top_k, renormalize, scale, sigmoid=True)
+    return _route(logits, bias.contiguous(), slots, top_k, renormalize, scale, score="sigmoid")
+
+
+def _takes_biased(logits: Array, bias: Array, slots: Array, top_k: int, renormalize: bool) -> bool:
+    return _takes_route(logits, slots, top_k, renormalize)
+
+
+@triton_kernel("moe_route_biased", supports_args=_takes_biased, row_invariant=True)
+def moe_route_biased(
+    logits: Array, bias: Array, slots: Array, top_k: int, renormalize: bool
+) -> tuple[Array, Array]:
+    """See the op."""
+    return _route(logits, bias.contiguous(), slots, top_k, renormalize, 1.0, score="softmax")
 
 
 def _route(
@@ -80,10 +92,10 @@ def _route(
     scale: float,
     factor: torch.Tensor | None = None,
     *,
-    sigmoid: bool,
+    score: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights, times the factors of their experts, and experts; a bias is added to sigmoids, or to
-    the logits themselves.
+    """Weights, times the factors of their experts, and experts; a bias is added to sigmoids, to
+    shares of a softmax, or to the logits themselves, as `score` says.
     """
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, experts = logits.shape
@@ -96,7 +108,7 @@ def _route(
         logits, logits if bias is None else bias, logits if factor is None else factor,
         slots.contiguous(), weights, ids, rows, scale, logits.stride(0),
         EXPERTS=experts, TOP_K=top_k, HAS_BIAS=bias is not None, HAS_FACTOR=factor is not None,
-        SIGMOID=sigmoid, RENORMALIZE=renormalize,
+        SCORE=score, RENORMALIZE=renormalize,
         ROWS=several, BLOCK_E=width, BLOCK_K=power_of_2(top_k),
         num_warps=min(setting["warps"], several),
         **overlap(early=True),

@@ -23,13 +23,13 @@ def _ordered(bits):
 @triton.jit(do_not_specialize=["rows"])
 def route_kernel(
     logits, bias, factor, slots, weights, experts, rows, scale, row_stride, EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_FACTOR: tl.constexpr, SIGMOID: tl.constexpr,
+    TOP_K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_FACTOR: tl.constexpr, SCORE: tl.constexpr,
     RENORMALIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (block of ROWS rows): the best experts one after the other. SIGMOID: by sigmoids plus
-    bias, else by the logits, plus bias if it HAS_BIAS. HAS_FACTOR: weights are multiplied by that
-    of their expert.
+    """Grid (block of ROWS rows): the best experts one after the other. SCORE sigmoid: by sigmoids
+    plus bias; softmax: by shares of a softmax plus bias; else by the logits, plus bias if it
+    HAS_BIAS. HAS_FACTOR: weights are multiplied by that of their expert.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n, k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
@@ -41,12 +41,17 @@ def route_kernel(
     real = (tl.load(slots + row, mask=row < rows, other=-1) >= 0)[:, None]
     place = logits + row.to(tl.int64)[:, None] * row_stride + n[None, :]
     x = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
-    if not SIGMOID:
+    if SCORE == "":
         x += b[None, :]
     spoiled = tl.max((x != x).to(tl.int32), 1) > 0
-    if SIGMOID:
+    if SCORE == "sigmoid":
         e = exp(-tl.abs(x))
         scores = tl.where(x < 0, e, 1.0) / (1.0 + e)
+        y = scores + b[None, :]
+    elif SCORE == "softmax":
+        known = tl.where(x == x, x, float("-inf"))
+        e = tl.where(inside, exp(known - tl.max(known, 1)[:, None]), 0.0)
+        scores = e / tl.sum(e, 1)[:, None]
         y = scores + b[None, :]
     else:
         scores = x
@@ -65,16 +70,18 @@ def route_kernel(
             top = best
         found = tl.min(tl.where(equal, n[None, :], EXPERTS), 1)
         here = k[None, :] == choice
-        if SIGMOID:
+        if SCORE != "":
             best = tl.sum(tl.where(n[None, :] == found[:, None], scores, 0.0), 1)
         values = tl.where(here, best[:, None], values)
         ids = tl.where(here, found[:, None], ids)
         free = free & (n[None, :] != found[:, None])
-    if SIGMOID:
+    if SCORE != "":
         chosen = tl.where(k[None, :] < TOP_K, values, 0.0)
         lost = spoiled
         if RENORMALIZE:
-            chosen = chosen / (tl.sum(chosen, 1) + 1e-20)[:, None]
+            total = tl.sum(chosen, 1)
+            total = total + 1e-20 if SCORE == "sigmoid" else tl.maximum(total, 1e-12)
+            chosen = chosen / total[:, None]
         share = chosen * scale
     else:
         chosen = tl.where(k[None, :] < TOP_K, exp(values - top[:, None]), 0.0)

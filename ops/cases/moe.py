@@ -242,6 +242,102 @@ judged_by(
 )
 
 
+# --- moe_route_biased
+# --------------------------------------------------------------------------------------------------
+
+
+def _biased_cases(dtype: str) -> Iterator[Case]:
+    rng = generator("moe_route_biased")
+    x = normal(rng, dtype, 12, 24)
+    x[3] *= 8.0
+    x[4] = 0.0  # the biases alone decide
+    x[5] -= x.dtype.type(200.0)  # the softmax does not see it
+    x[6, 2] += x.dtype.type(60.0)  # shares of all others are next to nothing
+    x[10, 7] = np.nan
+    bias = (rng.permutation(24) / 60.0).astype(np.float32)
+    slots = np.arange(12, dtype=np.int32)
+    for top_k in (1, 4, 24):
+        for renormalize in (True, False):
+            given: Arguments = {"slots": slots, "top_k": top_k, "renormalize": renormalize}
+            name = f"{top_k} of 24, {renormalize=}"
+            yield Case(name, {"logits": x, "bias": bias} | given)
+    # Those chosen have so small a share that it is not divided by their sum.
+    far = x.copy()
+    far[:, 0] = x.dtype.type(45.0)
+    shunned = np.where(np.arange(24) == 0, np.float32(-9.0), bias)
+    given = {"logits": far, "bias": shunned, "slots": slots, "top_k": 3, "renormalize": True}
+    yield Case("shares of nothing", given)
+    padding = (np.arange(12) % 4 - 1).astype(np.int32)
+    given = {"slots": padding, "top_k": 4, "renormalize": True}
+    yield Case("strided", {"logits": strided(x), "bias": bias} | given)
+    if dtype == "bfloat16":
+        wide = normal(generator("bench moe_route_biased"), dtype, 2048, 64)
+        given = {"slots": np.arange(2048, dtype=np.int32), "top_k": 6, "renormalize": True}
+        zeros = np.zeros(64, np.float32)
+        yield Case("ERNIE-4.5-21B-A3B", {"logits": wide, "bias": zeros} | given, ("bench",))
+
+
+def _route_biased(
+    xp: Any,
+    logits: Any,
+    bias: Any,
+    slots: Any,
+    top_k: int,
+    renormalize: bool,
+    fault: str = "",
+) -> Any:
+    spoiled = np.isnan(logits)
+    known = np.where(spoiled, -np.inf, logits)
+    power = np.exp(known - known.max(-1, keepdims=True))
+    scores = power / power.sum(-1, keepdims=True)
+    if fault == "sigmoid":
+        scores = 1.0 / (1.0 + np.exp(-known))
+    choice = scores + (0.0 if fault == "no bias" else bias)
+    if fault == "bias on logits":
+        choice = known + bias
+    choice = np.where(spoiled, np.inf if fault == "NaN chosen first" else -np.inf, choice)
+    ids = np.argsort(-choice, axis=-1, kind="stable")[:, :top_k]
+    weights = np.take_along_axis(scores + (bias if fault == "biased weights" else 0.0), ids, -1)
+    if {"always renormalised": True, "never renormalised": False}.get(fault, renormalize):
+        least = 0.0 if fault == "divided by any sum" else 1e-12
+        weights = weights / np.maximum(weights.sum(-1, keepdims=True), least)
+    weights = np.where(spoiled.any(-1, keepdims=True), np.nan, weights)
+    if fault == "scaled by 1.005":
+        weights = weights * 1.005
+    elif fault == "rounded to bfloat16":
+        weights = to_bfloat16(weights)
+    elif fault == "weights shifted":
+        weights = np.roll(weights, 1, axis=-1)
+    real = (slots >= 0)[:, None] | (fault == "padding chooses")
+    return np.where(real, weights, 0.0), np.where(real, ids, -1).astype(np.int32)
+
+
+def _biased_magnitude(a: Arguments) -> Any:
+    """An error e of a distance to the best logit is a factor exp(e) of the share."""
+    weights, experts = _route_biased(None, **a)
+    chosen = np.take_along_axis(a["logits"], np.maximum(experts, 0), -1)
+    gap = np.nanmax(a["logits"], axis=-1, keepdims=True) - chosen
+    return weights * (4.0 + np.where(np.isfinite(gap), gap, 0.0)) + FLUSHED, None
+
+
+BIASED_FAULTS = (
+    *("sigmoid", "no bias", "bias on logits", "biased weights", "NaN chosen first"),
+    *("always renormalised", "never renormalised", "divided by any sum", "weights shifted"),
+    *("scaled by 1.005", "rounded to bfloat16", "padding chooses"),
+)
+
+judged_by(
+    "moe_route_biased",
+    Testing(
+        _biased_cases,
+        magnitude=_biased_magnitude,
+        rows=("logits", "slots"),
+        mutants={fault: partial(_route_biased, fault=fault) for fault in BIASED_FAULTS},
+        truth=_route_biased,
+    ),
+)
+
+
 # --- moe_permute and moe_unpermute
 # -----------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ IN_BLOCKS: dict[str, tuple[int, tuple[str, ...]]] = {
     "top_logprobs": (ROWS_OF_BLOCK, ("logits", "chosen")),
     "moe_route": (ROWS_OF_BLOCK, ("logits", "slots")),
     "moe_route_sigmoid": (ROWS_OF_BLOCK, ("logits", "slots")),
+    "moe_route_biased": (ROWS_OF_BLOCK, ("logits", "slots")),
     "moe_unpermute": (ROWS_OF_BLOCK, ("place", "weights")),
 }
 """Ops that sum up within a row: how many rows a block has, and the arguments that have rows. The

@@ -31,6 +31,13 @@ SCORED = Contract(
     masked="rows whose slot is negative choose no expert (-1, weight 0)",
     nan="an expert whose logit is NaN is chosen last; the weights of its row are NaN",
 )
+BIASED = Contract(
+    rounds="nowhere: weights stay in the accumulation dtype",
+    accumulate="float32 (float64 for float64 inputs), any order; experts are chosen by their share "
+    "plus bias in that dtype, so that either of two may be chosen that differ by its rounding",
+    masked="rows whose slot is negative choose no expert (-1, weight 0)",
+    nan="an expert whose logit is NaN is chosen last; the weights of its row are NaN",
+)
 MOVED = Contract(
     rounds="nowhere", accumulate="none", masked="each row is a copy of its token", nan="copied"
 )
@@ -130,6 +137,40 @@ def moe_route_sigmoid(
     if renormalize:
         chosen = chosen / (xp.sum(chosen, axis=-1, keepdims=True) + 1e-20)
     weights = xp.where(lost, float("nan"), chosen * scale)
+    real = (slots >= 0)[:, None]
+    return xp.where(real, weights, 0.0), xp.where(real, found, -1)
+
+
+@define(
+    shapes="logits [tok expert], bias [expert], slots [tok] -> [tok top_k] float32, "
+    "[tok top_k] int32",
+    contract=BIASED,
+    sums=True,
+)
+def moe_route_biased(
+    xp: Any, logits: Array, bias: Array, slots: Array, top_k: int, renormalize: bool
+) -> tuple[Array, Array]:
+    """As `moe_route`, where the k experts are chosen whose share of the softmax over all of them
+    plus bias [expert] float32 is largest; weights are the shares without it, as they are or divided
+    by their sum.
+
+    ERNIE 4.5 (`Ernie4_5_MoeTopKRouter` of transformers): the sum is taken as 1e-12 where it is
+    less.
+    """
+    y = xp.accumulate(logits)
+    spoiled = xp.isnan(y)
+    known = xp.where(spoiled, -float("inf"), y)
+    power = xp.exp(known - xp.max(known, axis=-1, keepdims=True))
+    scores = power / xp.sum(power, axis=-1, keepdims=True)
+    choice = xp.where(spoiled, -float("inf"), scores + xp.accumulate(bias)[None, :])
+    _, found = xp.top(choice, top_k)
+    here = xp.arange(y.shape[1], dtype=xp.int32, device=device_of(logits))[None, None, :]
+    chosen = xp.sum(xp.where(found[:, :, None] == here, scores[:, None, :], 0.0), axis=-1)
+    if renormalize:
+        total = xp.sum(chosen, axis=-1, keepdims=True)
+        chosen = chosen / xp.where(total < 1e-12, 1e-12, total)
+    lost = xp.isnan(xp.max(y, axis=-1, keepdims=True))
+    weights = xp.where(lost, float("nan"), chosen)
     real = (slots >= 0)[:, None]
     return xp.where(real, weights, 0.0), xp.where(real, found, -1)
 

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 Activation = Literal["silu", "gelu_tanh", "relu2"]
 """All gated but relu2."""
-Score = Literal["softmax", "sigmoid"]
+Score = Literal["softmax", "sigmoid", "biased"]
 Shared = Literal["plain", "gated"]
 NarrowKind = Literal["int8", "fp8", "int4", "fp4"]
 """See `ops/reference/narrow.py`."""
@@ -113,10 +113,11 @@ class Experts:
     likes best.
 
     Weights are a softmax over all experts, or with `renormalize` over the chosen ones. With `score`
-    sigmoid see the op `moe_route_sigmoid`. `shared`: every token goes through one more MLP, and its
-    result is added: as it is, or times a sigmoid of the token's gate. `biases`: the router and all
-    projections have some. `alpha` and `limit` are those of `swigluoai_and_mul`; 0: experts are
-    `act` of the gate times up. `factors`: weights are multiplied by a number of each expert.
+    sigmoid see the op `moe_route_sigmoid`, with biased `moe_route_biased`. `shared`: every token
+    goes through one more MLP, and its result is added: as it is, or times a sigmoid of the token's
+    gate. `biases`: the router and all projections have some. `alpha` and `limit` are those of
+    `swigluoai_and_mul`; 0: experts are `act` of the gate times up. `factors`: weights are
+    multiplied by a number of each expert.
 
     On a shard `num_experts` are those that it has, whole, from number `first` on.
     """

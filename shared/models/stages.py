@@ -411,6 +411,11 @@ def route(ops: Any, spec: Experts, weights: Weights, x: Array, batch: Batch) -> 
             logits, slots, spec.top_k, spec.renormalize, **more
         )
         return found
+    if spec.score == "biased":
+        biased: tuple[Array, Array] = ops.moe_route_biased(
+            logits, weights["router_bias"], slots, spec.top_k, spec.renormalize
+        )
+        return biased
     if spec.biases:
         logits = logits + weights["router_shift"][None, :]
     scored: tuple[Array, Array] = ops.moe_route_sigmoid(

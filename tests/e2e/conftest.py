@@ -268,6 +268,16 @@ MODELS = {
         dict(num_experts=5, moe_topk=2, intermediate_size=40, head_dim=16, attention_bias=True)
         | dict(tie_word_embeddings=True, rope_parameters=STRETCHED),
     ),
+    "ernie4-5-moe": (
+        "Ernie4_5_Moe",
+        dict(moe_num_experts=8, moe_k=3, moe_intermediate_size=20, head_dim=24, vocab_size=1009)
+        | dict(tie_word_embeddings=False),
+    ),
+    "ernie4-5-moe-few": (
+        "Ernie4_5_Moe",
+        dict(moe_num_experts=7, moe_k=2, moe_intermediate_size=20, moe_num_shared_experts=0)
+        | dict(num_hidden_layers=5, moe_layer_interval=2, moe_layer_end_index=3),
+    ),
     "helium": ("Helium", dict(head_dim=16, vocab_size=1009)),
     "helium-biases": (
         "Helium",

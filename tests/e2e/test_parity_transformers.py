@@ -54,6 +54,7 @@ NAMES = [
     "helium", "helium-biases",
     "arcee", "arcee-biases",
     "hunyuan", "hunyuan-stretched", "hunyuan-moe", "hunyuan-moe-stretched",
+    "ernie4-5-moe", "ernie4-5-moe-few",
     "glm4v", "glm4v-whole", "glm4v-moe", "glm4v-moe-plain",
     "qwen2-vl", "qwen2-5-vl", "qwen2-5-vl-windows",
     "qwen3-vl", "qwen3-vl-biases", "qwen3-vl-moe", "qwen3-vl-moe-biases",
@@ -148,6 +149,7 @@ VARIANTS = [
     "helium", "helium-biases",
     "arcee-biases",
     "hunyuan-stretched", "hunyuan-moe-stretched",
+    "ernie4-5-moe-few",
     "glm4v", "glm4v-whole", "glm4v-moe", "glm4v-moe-plain",
     "qwen2-vl", "qwen2-5-vl-windows",
     "qwen3-vl-biases", "qwen3-vl-moe", "qwen3-vl-moe-biases",
@@ -475,6 +477,18 @@ LEFT_OUT = {
     "hunyuan": {"normed before rotated": (Attention, changed(qk_norm_behind_rope=False))},
     "hunyuan-moe": {
         "normed before rotated": (Attention, changed(qk_norm_behind_rope=False)),
+        "not renormalised": (Experts, changed(renormalize=False)),
+        "nothing shared": (Experts, changed(shared=None)),
+    },
+    "ernie4-5-moe": {
+        "the bias left out": (
+            Experts,
+            with_op(
+                "moe_route_biased",
+                lambda ops, logits, bias, slots, *more: ops.moe_route(logits, slots, *more),
+            ),
+        ),
+        "by sigmoids": (Experts, changed(score="sigmoid")),
         "not renormalised": (Experts, changed(renormalize=False)),
         "nothing shared": (Experts, changed(shared=None)),
     },

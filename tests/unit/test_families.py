@@ -70,6 +70,11 @@ MIXTURES = {
     "GraniteMoeForCausalLM": {"num_local_experts": 3},
     "ExaoneMoEForCausalLM": EXPERTS | {"num_experts": 3},
     "ExaoneMoeForCausalLM": EXPERTS | {"num_experts": 3},
+    "Ernie4_5_MoeForCausalLM": {
+        "moe_num_experts": 3,
+        "moe_k": 2,
+        "moe_intermediate_size": 12,
+    },
     "HunYuanMoEV1ForCausalLM": {"num_experts": 3, "moe_topk": 2},
     "SolarOpenForCausalLM": EXPERTS | {"n_routed_experts": 3},
     "Glm4vMoeForConditionalGeneration": EXPERTS | {"n_routed_experts": 3},
@@ -117,6 +122,18 @@ def written(folder, table, dtype=np.float32, bare=False):
         folder / "model.safetensors",
     )
     return tensors
+
+
+def test_what_predicts_further_tokens_is_ignored_by_name(tmp_path):
+    table = decoder.parameters_of(model_of_family("Ernie4_5_MoeForCausalLM"))
+    tensors = written(tmp_path, table)
+    more = {"model.mtp_block.0.mlp.up_proj.weight": np.ones((2, 2), np.float32)}
+    save_file(tensors | more, tmp_path / "model.safetensors")
+    check_checkpoint(Checkpoint(tmp_path), table)
+    more = {"model.mpt_block.0.mlp.up_proj.weight": np.ones((2, 2), np.float32)}
+    save_file(tensors | more, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="mpt_block"):
+        check_checkpoint(Checkpoint(tmp_path), table)
 
 
 def test_fused_tensors_are_read_as_their_parts(tmp_path):

@@ -150,6 +150,10 @@ DOTS1 = LLAMA | {"architectures": ["Dots1ForCausalLM"], "model_type": "dots1"} |
 GRANITE_MOE = LLAMA | {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"}
 EXAONE_MOE = LLAMA | {"architectures": ["ExaoneMoeForCausalLM"], "model_type": "exaone_moe"}
 SOLAR = LLAMA | {"architectures": ["SolarOpenForCausalLM"], "model_type": "solar_open"}
+ERNIE_MOE = LLAMA | {
+    "architectures": ["Ernie4_5_MoeForCausalLM"],
+    "model_type": "ernie4_5_moe",
+}
 HUNYUAN_MOE = LLAMA | {
     "architectures": ["HunYuanMoEV1ForCausalLM"],
     "model_type": "hunyuan_v1_moe",
@@ -157,6 +161,7 @@ HUNYUAN_MOE = LLAMA | {
 # And of these in test_expert_families.py.
 MIXTURES = {
     "exaone_moe": EXAONE_MOE | EXPERTS | {"num_experts": 4},
+    "ernie4_5_moe": ERNIE_MOE | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12},
     "hunyuan_v1_moe": HUNYUAN_MOE | {"num_experts": 4, "moe_topk": 2},
     "solar_open": SOLAR | EXPERTS | {"n_routed_experts": 4},
     "mixtral": MIXTRAL | {"num_local_experts": 4},
@@ -1139,6 +1144,14 @@ def test_every_field_that_a_family_knows_is_read(name, monkeypatch):
             "head_dim is 2, must be more",
         ),
         ("hunyuan_v1_dense", {"attention_head_dim": 8}, "attention_head_dim is 8, allowed: 16"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias is True, allowed: false"),
+        ("ernie4_5_moe", {"moe_norm_min": 1e-6}, "moe_norm_min is 1e-06, allowed: 1e-12"),
+        ("ernie4_5_moe", {"moe_k": 5}, "moe_k is 5, must be an integer from 1 to 4"),
+        (
+            "ernie4_5_moe",
+            {"moe_layer_start_index": 4},
+            "moe_layer_start_index is 4, allowed: a number that leaves layers with experts",
+        ),
         ("hunyuan_v1_moe", {"moe_topk": [1, 2]}, "moe_topk is [1, 2], allowed: one number"),
         ("hunyuan_v1_moe", {"moe_topk": 5}, "moe_topk is 5, must be at most num_experts (4)"),
         ("hunyuan_v1_moe", {"num_shared_expert": 2}, "num_shared_expert is 2, allowed: 1"),
@@ -1171,6 +1184,17 @@ def test_which_layers_of_exaone_have_experts():
     other = parse_config(raw | {"architectures": ["ExaoneMoEForCausalLM"]})
     usual = replace(parse_config(raw), architecture=other.architecture, raw_hash=other.raw_hash)
     assert other == usual
+
+
+def test_which_layers_of_ernie_have_experts():
+    raw = FAMILIES["ernie4_5_moe"]
+    for fields, without in (
+        ({}, (0,)),
+        ({"moe_layer_start_index": 0}, ()),
+        ({"moe_layer_start_index": 2, "moe_layer_end_index": 2}, (0, 1, 3)),
+        ({"moe_layer_interval": 2, "moe_layer_end_index": -1}, (0, 2)),
+    ):
+        assert parse_config(raw | fields).dense_layers == without
 
 
 def test_the_rotary_base_of_hunyuan_is_stretched():

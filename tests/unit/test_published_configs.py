@@ -3,7 +3,7 @@ have.
 
 All are from memory, with every field that the published files are known to have. The numbers of
 parameters are the published ones; of EXAONE 4.0 32B, K-EXAONE, CWM, Granite, Solar Open, HyperCLOVA,
-Helium, AFM and HunYuan they are ours, which agree with what is said of them to three digits.
+Helium, AFM, HunYuan and ERNIE they are ours, which agree with what is said of them to three digits.
 """
 
 import pytest
@@ -335,6 +335,21 @@ PUBLISHED = {
             "use_rotary_pos_emb": True, "vocab_size": 128167,
         },
         80_393_183_232,
+    ),
+    "baidu/ERNIE-4.5-21B-A3B-PT": (
+        {
+            "architectures": ["Ernie4_5_MoeForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
+            "hidden_act": "silu", "hidden_size": 2560, "intermediate_size": 12288,
+            "max_position_embeddings": 131072, "model_type": "ernie4_5_moe",
+            "moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_intermediate_size": 1536,
+            "moe_k": 6, "moe_layer_interval": 1, "moe_layer_start_index": 1,
+            "moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_use_aux_free": True,
+            "num_attention_heads": 20, "num_hidden_layers": 28, "num_key_value_heads": 4,
+            "num_nextn_predict_layers": 1, "pad_token_id": 0, "rms_norm_eps": 1e-05,
+            "rope_theta": 500000, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+            "use_bias": False, "use_cache": True, "vocab_size": 103424,
+        },
+        21_825_437_888,
     ),
     "zai-org/GLM-4.1V-9B-Thinking": (
         {

@@ -25,6 +25,7 @@ FAMILIES = {
     "CwmForCausalLM": "cwm",
     "Dots1ForCausalLM": "dots1",
     "Ernie4_5ForCausalLM": "ernie4_5",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "Exaone4ForCausalLM": "exaone4",
     "ExaoneMoEForCausalLM": "exaone_moe",
     "ExaoneMoeForCausalLM": "exaone_moe",

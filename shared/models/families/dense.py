@@ -560,7 +560,7 @@ def _experts(config: ModelConfig, names: Names) -> Iterator[Parameter]:
     modules = [f"{names.experts}.{expert}" for expert in range(count)]
     router = LAYER + names.router + ".weight"
     yield _one("router", (count, width), ("expert", "embed"), router, some)
-    if config.expert_score == "sigmoid":
+    if config.expert_score != "softmax":
         key = f"{LAYER}{names.router_bias}"
         bias = _one("router_bias", (count,), ("expert",), key, some)
         yield replace(bias, dtype="float32", init="zeros")
