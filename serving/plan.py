@@ -91,6 +91,7 @@ def _layer_kinds(model: Any, plans: Any) -> list[dict[str, Any]]:
     for number, kind in enumerate(spec.kinds):
         attention = next(sub.mixer for sub in kind if isinstance(sub.mixer, Attention))
         seen = f"window {attention.window}" if attention.window else "all tokens"
+        seen = f"chunks of {attention.chunk}" if attention.chunk else seen
         what = f"{attention.num_heads} heads of {attention.head_dim}, {seen}"
         if attention.reads is not None:
             what += f", reads the cache of layer {attention.reads}"

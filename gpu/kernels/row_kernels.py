@@ -128,6 +128,26 @@ def gelu_gate_kernel(
 
 
 @triton.jit
+def gate_by_best_kernel(
+    x, logits, out, x_stride, logits_stride, N: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (row, block of entries): out = x sigmoid(the largest logit of the row)."""
+    row = tl.program_id(0).to(tl.int64)
+    n, expert = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_E)
+    mask, own = n < N, expert < EXPERTS
+    wait(OVERLAP)
+    all_of = logits + row * logits_stride + expert
+    each = tl.load(all_of, mask=own, other=float("-inf")).to(tl.float32)
+    g = tl.max(tl.where(each == each, each, float("-inf")), 0)
+    e = exp(-tl.abs(g))
+    share = tl.where(g < 0, e, 1.0) / (1.0 + e)
+    share = tl.where(tl.max((each != each).to(tl.int32), 0) > 0, float("nan"), share)
+    y = tl.load(x + row * x_stride + n, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * N + n, (share * y).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def relu2_kernel(x, out, x_stride, N: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Grid (row, block of entries): out = max(x, 0)^2."""
     row = tl.program_id(0).to(tl.int64)

@@ -13,6 +13,7 @@ from .row_kernels import (
     add_gated_kernel,
     add_kernel,
     add_rms_norm_kernel,
+    gate_by_best_kernel,
     gelu_gate_kernel,
     greedy_kernel,
     qk_mean_squares_kernel,
@@ -309,6 +310,25 @@ def relu2(x: Array) -> Array:
     x = x if x.stride(1) == 1 else x.contiguous()
     relu2_kernel[(x.shape[0], triton.cdiv(n, setting["block"]))](
         x, out, x.stride(0), N=n, BLOCK=setting["block"], num_warps=setting["warps"],
+        **overlap(early=True),
+    )  # fmt: skip
+    return out
+
+
+def _takes_best(x: Array, logits: Array) -> bool:
+    known = dtype_name(x) in FLOATS and dtype_name(logits) in FLOATS
+    return known and logits.shape[1] <= MAX_WIDTH
+
+
+@triton_kernel("gate_by_best", supports_args=_takes_best, row_invariant=True)
+def gate_by_best(x: Array, logits: Array) -> Array:
+    """See the op."""
+    x, logits = (y if y.stride(1) == 1 else y.contiguous() for y in (x, logits))
+    n, setting = x.shape[1], config("silu_and_mul")
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    gate_by_best_kernel[(x.shape[0], triton.cdiv(n, setting["block"]))](
+        x, logits, out, x.stride(0), logits.stride(0), N=n, EXPERTS=logits.shape[1],
+        BLOCK=setting["block"], BLOCK_E=power_of_2(logits.shape[1]), num_warps=setting["warps"],
         **overlap(early=True),
     )  # fmt: skip
     return out

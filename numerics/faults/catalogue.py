@@ -87,7 +87,8 @@ ATTENTION, WRITE, NORM = "paged_attention", "norm_rope_write_kv", "fused_add_rms
 MLPS = "gated_mlp", "gelu_gated_mlp"
 """A model calls one of the ops for an MLP: which, its activation says."""
 WINDOW: dict[str, Any] = {
-    "needs": lambda model: any(model.layer_windows), "missing": "a sliding window",
+    "needs": lambda model: any(model.layer_windows) and not model.windows_are_chunks,
+    "missing": "a sliding window",
 }  # fmt: skip
 
 

@@ -328,7 +328,9 @@ class _Positions(Comparison):
         diff = self.run_owned(owned, lambda text: progress(f"reference: {text}"))
         # Of windows alone, a cache for half of the requests may keep no prefix that is whole.
         mixers = [sub.mixer for layer in model_of(self.subject.model).kinds for sub in layer]
-        keeps = not all(mixer.window for mixer in mixers if isinstance(mixer, Attention))
+        keeps = not all(
+            mixer.window or mixer.chunk for mixer in mixers if isinstance(mixer, Attention)
+        )
         left = sum(len(wanted) for wanted in self._wanted.values())
         if left:
             diff.missing.append(f"{left} served positions: the reference did not compute them")

@@ -252,6 +252,40 @@ judged(
     magnitude=lambda a: np.abs(a["x"]) + np.abs(a["y"]),
     rows=("x", "y", "gate"),
 )
+
+
+def _gated_by_best(dtype: str) -> Mapping[str, Arguments]:
+    logits = rows(15, dtype, 7, 19)
+    logits[0], logits[1], logits[2] = 0.0, -9.0, -90.0
+    logits[3, 18], logits[4, 0], logits[5] = 90.0, 1.0, -1.0
+    x = rows(16, dtype, 7, 53)
+    return {
+        "rows": {"x": x, "logits": logits},
+        "logits in float32": {"x": x, "logits": logits.astype(np.float32)},
+        "strided": {"x": strided(x), "logits": strided(logits[::-1].copy())},
+        "one expert": {"x": x, "logits": logits[:, :1]},
+    }
+
+
+judged(
+    "gate_by_best",
+    _gated_by_best,
+    {
+        "scale 1.005": scaled(act.gate_by_best, 1.005),
+        "not gated": lambda xp, x, logits: x,
+        "logits negated": altered(act.gate_by_best, logits=lambda x: -x),
+        "the first logit": altered(act.gate_by_best, logits=lambda x: x[:, :1]),
+        "the last logit lost": altered(
+            act.gate_by_best, logits=lambda x: x[:, : -(-x.shape[1] // 2)]
+        ),
+        "logits of the next token": altered(
+            act.gate_by_best, logits=lambda x: np.roll(x, 1, axis=0)
+        ),
+        "tanh": lambda xp, x, logits: x * np.tanh(np.max(logits, -1, keepdims=True)),
+    },
+    magnitude=lambda a: np.abs(a["x"]),
+    rows=("x", "logits"),
+)
 _activation(
     "swigluoai_and_mul",
     _swigluoai,

@@ -123,6 +123,19 @@ def add_gated(xp: Any, x: Array, y: Array, gate: Array) -> Array:
     return xp.astype(xp.accumulate(x) + share * xp.accumulate(y), x.dtype)
 
 
+@define(
+    shapes="x [tok n], logits [tok expert] -> [tok n] x", activations=("x",), contract=ELEMENTWISE
+)
+def gate_by_best(xp: Any, x: Array, logits: Array) -> Array:
+    """x times the sigmoid of its token's largest logit: what the one expert of a token reads where
+    its weight is on what goes in (`Llama4TextMoe` of transformers).
+    """
+    g = xp.max(xp.accumulate(logits), axis=-1, keepdims=True)
+    e = xp.exp(-xp.abs(g))
+    share = xp.where(g < 0, e, xp.ones_like(e)) / (1.0 + e)
+    return xp.astype(share * xp.accumulate(x), x.dtype)
+
+
 @define(shapes="x [... 2*inter] -> [... inter] x", activations=("x",), contract=ELEMENTWISE)
 def swigluoai_and_mul(xp: Any, x: Array, alpha: float, limit: float) -> Array:
     """(up + 1) gate sigmoid(alpha gate) for x [... 2 inter], gate at even and up at odd places ->

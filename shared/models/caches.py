@@ -110,7 +110,9 @@ def cache_of(layer: Layer) -> CacheSpec:
     found = [sub.mixer for sub in layer if isinstance(sub.mixer, Attention)]
     if len(found) != 1:
         raise ConfigError(f"caches: a layer has {len(found)} attentions, allowed is one")
-    return CacheSpec(found[0].num_kv_heads, found[0].head_dim, found[0].window)
+    # A chunk begins within the window of its size.
+    window = found[0].window or found[0].chunk
+    return CacheSpec(found[0].num_kv_heads, found[0].head_dim, window)
 
 
 @cache

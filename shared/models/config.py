@@ -55,6 +55,7 @@ class ModelConfig:
 
     # Attention. Position p of a layer with window w > 0 sees positions above p - w; with 0, all.
     layer_windows: tuple[int, ...]
+    windows_are_chunks: bool = False  # position p sees those from (p // w) w on
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -63,6 +64,7 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False  # of each head of q and k
+    unit_qk_norm: bool = False  # of each head of q and k that is rotated, without a weight
     qk_norm_behind_rope: bool = False  # that norm reads what is rotated
     wide_qk_norm: bool = False  # of q and k over all of their heads
     # Of q and of k that all shards hold together, where those norms are dealt out: without heads of
@@ -76,6 +78,7 @@ class ModelConfig:
     window_rope: RopeConfig | None = None  # of layers with a window; None if it is `rope`
     unrotated_layers: tuple[int, ...] = ()  # these rotate nothing
     temper: tuple[float, int] | None = None  # (beta, n): q *= 1 + beta ln(1 + floor(position / n))
+    temper_start: int = 0  # what positions are counted from there
     # The last layers read the cache of the last layer before them that has the same window.
     num_reading_layers: int = 0
     reading_intermediate_size: int = 0  # of their MLP

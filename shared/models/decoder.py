@@ -63,7 +63,7 @@ def rotary_tables(config: ModelConfig, positions: int) -> tuple[np.ndarray, np.n
         sin.append(np.zeros_like(sin[0]))
     if config.temper is not None:
         beta, original = config.temper
-        cos.append(1.0 + beta * np.log1p(np.floor(position / original)))
+        cos.append(1.0 + beta * np.log1p(np.floor((position + config.temper_start) / original)))
         sin.append(np.zeros_like(position))
     columns = (np.concatenate(parts, axis=1).astype(np.float32) for parts in (cos, sin))
     return next(columns), next(columns)

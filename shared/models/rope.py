@@ -99,7 +99,8 @@ def rope_inverse_frequencies(
         # Turns within the original context, from "so few that it is interpolated" (0) to "many,
         # left alone" (1).
         turns = rope.original_max_position * inverse / (2 * math.pi)
-        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        keep = (turns - low) / (high - low) if high > low else (turns > low).astype(np.float64)
         keep = np.clip(keep, 0.0, 1.0)
         return (1 - keep) * inverse / rope.factor + keep * inverse, 1.0
     if rope.kind == "yarn":
@@ -342,7 +343,7 @@ def _read_block(top: Fields, block: Fields, rules: RopeRules) -> RopeConfig:
 
 def _llama3(block: Fields, rope: RopeConfig) -> RopeConfig:
     low = block.number("low_freq_factor", above=True)
-    high = block.number("high_freq_factor", low=low, above=True)
+    high = block.number("high_freq_factor", low=low)
     return replace(
         rope, factor=block.number("factor", low=1.0), low_freq_factor=low, high_freq_factor=high
     )

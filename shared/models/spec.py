@@ -63,7 +63,7 @@ class Narrow:
 @dataclass(frozen=True)
 class Attention:
     """Causal attention over the paged cache. `window` w > 0: position p sees positions above p - w;
-    0: all of them.
+    0: all of them. `chunk` c > 0: it sees those from (p // c) c on.
 
     `norm_eps` is that of the norms of q and k heads, which a model has if `qk_norm`, or of the
     norms over all heads if `wide_qk_norm`: `dealt_entries` are those of q and of k that all shards
@@ -83,6 +83,7 @@ class Attention:
     head_dim: int
     scale: float
     window: int = 0
+    chunk: int = 0
     qk_norm: bool = False
     qk_norm_behind_rope: bool = False
     norm_eps: float = 1e-6
@@ -117,7 +118,8 @@ class Experts:
     goes through one more MLP, and its result is added: as it is, or times a sigmoid of the token's
     gate. `biases`: the router and all projections have some. `alpha` and `limit` are those of
     `swigluoai_and_mul`; 0: experts are `act` of the gate times up. `factors`: weights are
-    multiplied by a number of each expert.
+    multiplied by a number of each expert. `gates_input`: the one expert of a token reads it times
+    the sigmoid of its logit.
 
     On a shard `num_experts` are those that it has, whole, from number `first` on.
     """
@@ -137,6 +139,7 @@ class Experts:
     alpha: float = 0.0
     limit: float = 0.0
     factors: bool = False
+    gates_input: bool = False
     narrow: Narrow | None = None
     first: int | None = None
 

@@ -308,6 +308,8 @@ def attended(
         q, batch = q[batch.rows.index], batch.queries_of(batch.rows)
     # Left out where it is the default, as above.
     more = {"sinks": weights["sinks"]} if spec.sinks else {}
+    if spec.chunk:
+        more["chunk"] = spec.chunk
     y = ops.paged_attention(
         q, cache, batch.page_table, batch.query_start, batch.kv_lens, batch.counts,
         spec.scale, spec.window, spec.soft_cap, batch.max_query_len, *scales, **more,
@@ -338,7 +340,9 @@ def through_experts(
     ops: Any, spec: Experts, weights: Weights, x: Array, of_router: Array, batch: Batch
 ) -> Array:
     """What the experts make of x [tok dim], chosen by what the router reads."""
-    chosen, experts = route(ops, spec, weights, of_router, batch)
+    logits = ops.logits(of_router, weights["router"])
+    chosen, experts = route(ops, spec, weights, logits, batch)
+    routed = ops.gate_by_best(x, logits) if spec.gates_input else x
     if spec.first is not None:
         # Those of other shards become none: below 0, or more than there are.
         experts = experts - spec.first
@@ -347,7 +351,7 @@ def through_experts(
     if spec.narrow is None and not spec.biases:
         gate_up = of_experts(spec, weights, "experts_gate_up")
         down = of_experts(spec, weights, "experts_down")
-        y = ops.moe_experts(x, chosen, experts, gate_up, down, **more)
+        y = ops.moe_experts(routed, chosen, experts, gate_up, down, **more)
     else:
         pieces = [
             of_experts(spec, weights, f"{name}{piece}")
@@ -356,7 +360,7 @@ def through_experts(
         ]
         kind = "plain" if spec.narrow is None else spec.narrow.kind
         clamp = spec.alpha, spec.limit
-        y = ops.moe_experts_narrow(x, chosen, experts, *pieces, kind, *clamp, **more)
+        y = ops.moe_experts_narrow(routed, chosen, experts, *pieces, kind, *clamp, **more)
     if spec.shared is not None:
         every = gated_mlp(
             ops, weights, "shared_gate_up", "shared_down", x, batch, spec.act, spec.narrow
@@ -399,9 +403,11 @@ def of_experts(spec: Experts, weights: Weights, name: str) -> Array | None:
     return found.reshape(spec.num_experts, -1, *found.shape[1:])
 
 
-def route(ops: Any, spec: Experts, weights: Weights, x: Array, batch: Batch) -> tuple[Array, Array]:
+def route(
+    ops: Any, spec: Experts, weights: Weights, logits: Array, batch: Batch
+) -> tuple[Array, Array]:
     """The weights [tok k] float32 and numbers [tok k] int32 of each token's experts."""
-    logits, slots = ops.logits(x, weights["router"]), batch.slots
+    slots = batch.slots
     if spec.score == "softmax":
         # Left out where it is the default, as above.
         more = {"shift": weights["router_shift"]} if spec.biases else {}

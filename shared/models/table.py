@@ -150,7 +150,9 @@ class Parameter:
 
     @property
     def entries(self) -> int:
-        """Weights of the model that it holds in one layer."""
+        """Weights of the model that it holds in one layer: none where nothing is read."""
+        if self.value is not None:
+            return 0
         if self.piece_of is None:
             return prod(self.shape)
         return prod(self.piece_of.wide.shape) if self.piece_of.piece == "values" else 0

@@ -124,6 +124,13 @@ SMOLLM3 = dict(no_rope_layers=[1, 0, 1], vocab_size=1009)
 
 CWM = dict(num_hidden_layers=4, sliding_window=8, head_dim=16, bos_token_id=1)
 
+# Chunks end within pages, and queries of a prompt of 100 tokens have several temperatures.
+LLAMA4 = dict(
+    num_hidden_layers=4, no_rope_layers=[1, 0, 1, 1], attention_chunk_size=24, floor_scale=9,
+    attn_scale=0.7, num_local_experts=7, intermediate_size=40, intermediate_size_mlp=112,
+    head_dim=16, vocab_size=1009, moe_layers=[0, 2, 3],
+)  # fmt: skip
+
 EXPERTS = dict(num_experts_per_tok=3, moe_intermediate_size=20)
 
 # The pairs of a head are turned by three positions, which of text are one.
@@ -278,6 +285,20 @@ MODELS = {
         dict(moe_num_experts=7, moe_k=2, moe_intermediate_size=20, moe_num_shared_experts=0)
         | dict(num_hidden_layers=5, moe_layer_interval=2, moe_layer_end_index=3),
     ),
+    "llama4": ("Llama4", LLAMA4),
+    "llama4-plain": (
+        "Llama4",
+        LLAMA4
+        | dict(use_qk_norm=False, attn_temperature_tuning=False, attention_bias=True, head_dim=24)
+        | dict(
+            moe_layers=None,
+            interleave_moe_layer_step=2,
+            num_local_experts=5,
+            tie_word_embeddings=True,
+        )
+        | dict(rope_scaling=LLAMA3_ROPE | dict(high_freq_factor=1.0)),
+    ),
+    "llama4-images": ("Llama4Images", LLAMA4),
     "helium": ("Helium", dict(head_dim=16, vocab_size=1009)),
     "helium-biases": (
         "Helium",
@@ -411,6 +432,7 @@ CONFIGS = {
     "Gemma3": "Gemma3TextConfig",
     "Gemma4": "Gemma4TextConfig",
     "Gemma4Unified": "Gemma4UnifiedTextConfig",
+    "Llama4": "Llama4TextConfig",
 }
 """Configs that have not the name of their model."""
 PARTS = {
@@ -418,6 +440,7 @@ PARTS = {
     "Ministral3Images": ("Mistral3", "ministral3"),
     "Gemma3Images": ("Gemma3", "gemma3_text"),
     "Gemma4Images": ("Gemma4", "gemma4_text"),
+    "Llama4Images": ("Llama4", "llama4_text"),
     "Glm4v": ("Glm4v", "glm4v_text"),
     "Glm4vMoe": ("Glm4vMoe", "glm4v_moe_text"),
     "Qwen2VL": ("Qwen2VL", "qwen2_vl_text"),
@@ -458,6 +481,8 @@ def make_model(family: str, fields: dict):
         # field.
         if family == "Gemma4":
             return _gemma4_of_parts(fields)
+        if family == "Llama4":
+            return _llama4_of_parts(fields)
         if family.startswith(("Qwen", "Glm")):
             return _beside_a_tower(family, text, fields)
         tied = fields.pop("tie_word_embeddings", family == "Gemma3")
@@ -487,6 +512,24 @@ def _gemma4_of_parts(fields: dict):
     config.text_config.eos_token_id = None
     config._attn_implementation = "eager"
     return transformers.Gemma4ForConditionalGeneration(config).eval()
+
+
+def _llama4_of_parts(fields: dict):
+    """A Llama 4 beside a vision model."""
+    import transformers
+
+    vision = dict(
+        hidden_size=16, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        image_size=32, patch_size=8, vision_output_dim=16, projector_input_dim=16,
+        projector_output_dim=16,
+    )  # fmt: skip
+    config = transformers.Llama4Config(
+        text_config=fields, vision_config=vision, image_token_index=fields["vocab_size"] - 1,
+        boi_token_index=1, eoi_token_index=2,
+    )  # fmt: skip
+    config.text_config.eos_token_id = None
+    config._attn_implementation = "eager"
+    return transformers.Llama4ForConditionalGeneration(config).eval()
 
 
 def _beside_a_tower(family: str, text: str, fields: dict):

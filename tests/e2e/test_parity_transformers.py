@@ -55,6 +55,7 @@ NAMES = [
     "arcee", "arcee-biases",
     "hunyuan", "hunyuan-stretched", "hunyuan-moe", "hunyuan-moe-stretched",
     "ernie4-5-moe", "ernie4-5-moe-few",
+    "llama4", "llama4-plain", "llama4-images",
     "glm4v", "glm4v-whole", "glm4v-moe", "glm4v-moe-plain",
     "qwen2-vl", "qwen2-5-vl", "qwen2-5-vl-windows",
     "qwen3-vl", "qwen3-vl-biases", "qwen3-vl-moe", "qwen3-vl-moe-biases",
@@ -150,6 +151,7 @@ VARIANTS = [
     "arcee-biases",
     "hunyuan-stretched", "hunyuan-moe-stretched",
     "ernie4-5-moe-few",
+    "llama4-plain", "llama4-images",
     "glm4v", "glm4v-whole", "glm4v-moe", "glm4v-moe-plain",
     "qwen2-vl", "qwen2-5-vl-windows",
     "qwen3-vl-biases", "qwen3-vl-moe", "qwen3-vl-moe-biases",
@@ -342,6 +344,8 @@ def small_faults(model, name):
         window_rope = replace(model.window_rope, theta=1.01 * model.window_rope.theta)
         found["window theta"] = replace(model, window_rope=window_rope)
         found["ropes exchanged"] = replace(model, rope=model.window_rope, window_rope=rope)
+    if model.temper_start:
+        found["temper begins at 0"] = replace(model, temper_start=0)
     found["rotated"] = replace(model, unrotated_layers=())
     if model.temper is not None:
         beta, original = model.temper
@@ -363,6 +367,7 @@ FAULTS = {
     "smollm3": ("attention", "theta", "rotated"),
     "exaone4": ("attention", "theta", "rotated"),
     "hunyuan-stretched": ("attention", "theta"),
+    "llama4": ("attention", "theta", "temper", "temper begins at 0"),
 }
 
 
@@ -472,6 +477,17 @@ def with_op(name, function):
     )
 
 
+def results_weighed(ops, spec, weights, batch):
+    """Weights are on what comes out of an expert, as in most families."""
+
+    def route(logits, *more):
+        chosen, experts = ops.moe_route(logits, *more)
+        return ops.gate_by_best(chosen, logits), experts
+
+    wrong = Instead(Instead(ops, "moe_route", route), "gate_by_best", lambda x, logits: x)
+    return wrong, spec, weights, batch
+
+
 LEFT_OUT = {
     "arcee": {"not squared": (Mlp, with_op("relu2", lambda ops, x: x * (x > 0)))},
     "hunyuan": {"normed before rotated": (Attention, changed(qk_norm_behind_rope=False))},
@@ -490,6 +506,23 @@ LEFT_OUT = {
         ),
         "by sigmoids": (Experts, changed(score="sigmoid")),
         "not renormalised": (Experts, changed(renormalize=False)),
+        "nothing shared": (Experts, changed(shared=None)),
+    },
+    "llama4": {
+        "no chunks": (Attention, changed(chunk=0)),
+        "a window in place of chunks": (
+            Attention,
+            lambda ops, spec, *more: (ops, replace(spec, window=spec.chunk, chunk=0), *more),
+        ),
+        "a chunk ends early": (
+            Attention,
+            lambda ops, spec, *more: (ops, replace(spec, chunk=max(0, spec.chunk - 1)), *more),
+        ),
+        "rotated everywhere": (Attention, changed(angles=(0, 8))),
+        "heads not normed": (Attention, changed(qk_norm=False)),
+        "queries do not grow": (Attention, changed(temper=None)),
+        "not weighed": (Experts, changed(gates_input=False)),
+        "results weighed": (Experts, results_weighed),
         "nothing shared": (Experts, changed(shared=None)),
     },
 }
@@ -528,7 +561,7 @@ def test_the_check_would_see_what_is_left_out(
 
 DENSE = [
     *("gemma2", "gemma3", "gemma4", "gemma4-small", "gemma4-experts"),
-    *("glm4", "olmo2", "olmo3", "ministral3", "smollm3", "exaone4"),
+    *("glm4", "olmo2", "olmo3", "ministral3", "smollm3", "exaone4", "llama4"),
 ]
 IN_TURN = ("gemma2", "gemma4", "gemma4-experts", "glm4", "olmo3", "smollm3", "exaone4")
 """Have the caches of Gemma 3, of the small Gemma 4, and of OLMo 2: in `make test-slow`."""

@@ -41,6 +41,19 @@ def test_a_window_that_no_request_reaches_is_none():
     assert cache_layout(model(*layers), 16, 4096).groups == (PageGroup(16), PageGroup(16, 1024))
 
 
+def test_a_chunk_is_kept_as_the_window_of_its_size():
+    """A chunk begins at most its size minus 1 before any of its positions."""
+    norm = Norm("norm", 1e-6)
+    chunked = (Sublayer(Attention(8, 4, 128, 1.0, chunk=1024), norm), Sublayer(Mlp(), norm))
+    full = (Sublayer(Attention(8, 4, 128, 1.0), norm), Sublayer(Mlp(), norm))
+    mixed = Model((chunked, full) * 8, norm)
+    assert cache_layout(mixed, 16, 4096).groups == (PageGroup(16), PageGroup(16, 1024))
+    assert cache_layout(mixed, 16, 1024).groups == (PageGroup(16),)
+    group = PageGroup(16, 24)
+    for position in range(200):
+        assert group.first_column(position) <= position // 24 * 24 // 16
+
+
 def test_a_group_is_a_position_in_the_period():
     """As gemma-3-27b without its last two layers: 5 layers with windows, then one without."""
     layout = cache_layout(model(*([SLIDING] * 5 + [FULL]) * 10), 16, 131072)

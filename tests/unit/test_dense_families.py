@@ -682,7 +682,8 @@ def test_layers_are_made_of_kernels_alone_on_a_gpu():
     """Planned in Triton's interpreter, which has every kernel without a GPU."""
     names = """Gemma2ForCausalLM Gemma3ForCausalLM Glm4ForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM
     Ministral3ForCausalLM Gemma4ForCausalLM GemmaForCausalLM
-    SmolLM3ForCausalLM Exaone4ForCausalLM ArceeForCausalLM HunYuanDenseV1ForCausalLM""".split()
+    SmolLM3ForCausalLM Exaone4ForCausalLM ArceeForCausalLM HunYuanDenseV1ForCausalLM
+    Llama4ForCausalLM""".split()
     models = json.dumps([{"architectures": [name]} | SMALL | {"head_dim": 64} for name in names])
     done = subprocess.run(
         [sys.executable, "-c", PLANS, models],

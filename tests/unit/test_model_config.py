@@ -22,7 +22,7 @@ from twinfer.shared.models import families
 from twinfer.shared.models import fields as fields_module
 from twinfer.shared.models.config import ModelConfig
 from twinfer.shared.models.config_json import load_config, parse_config
-from twinfer.shared.models.decoder import parameters_of, rotary_tables
+from twinfer.shared.models.decoder import model_of, parameters_of, rotary_tables
 from twinfer.shared.models.families.dense import FIXED, HARMLESS, READ
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.models.rope import RopeConfig, rope_inverse_frequencies
@@ -150,6 +150,7 @@ DOTS1 = LLAMA | {"architectures": ["Dots1ForCausalLM"], "model_type": "dots1"} |
 GRANITE_MOE = LLAMA | {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"}
 EXAONE_MOE = LLAMA | {"architectures": ["ExaoneMoeForCausalLM"], "model_type": "exaone_moe"}
 SOLAR = LLAMA | {"architectures": ["SolarOpenForCausalLM"], "model_type": "solar_open"}
+LLAMA4 = LLAMA | {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"}
 ERNIE_MOE = LLAMA | {
     "architectures": ["Ernie4_5_MoeForCausalLM"],
     "model_type": "ernie4_5_moe",
@@ -162,6 +163,7 @@ HUNYUAN_MOE = LLAMA | {
 MIXTURES = {
     "exaone_moe": EXAONE_MOE | EXPERTS | {"num_experts": 4},
     "ernie4_5_moe": ERNIE_MOE | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12},
+    "llama4_text": LLAMA4 | {"num_local_experts": 4, "intermediate_size_mlp": 20},
     "hunyuan_v1_moe": HUNYUAN_MOE | {"num_experts": 4, "moe_topk": 2},
     "solar_open": SOLAR | EXPERTS | {"n_routed_experts": 4},
     "mixtral": MIXTRAL | {"num_local_experts": 4},
@@ -203,6 +205,12 @@ GLM4V_MOE = {
 }
 FAMILIES = ALONE | NEWER | MIXTURES | {"glm4v": GLM4V, "glm4v_moe": GLM4V_MOE}
 FAMILIES |= {"qwen3_vl": VL3, "qwen3_vl_moe": VL3_MOE}
+LLAMA4_IMAGES = {
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "model_type": "llama4",
+    "text_config": MIXTURES["llama4_text"],
+}
+FAMILIES |= {"llama4": LLAMA4_IMAGES}
 FAMILIES |= {"qwen2_vl": VL2, "qwen2_5_vl": VL2_5}
 FAMILIES |= {"mistral3": MISTRAL3, "gemma3": IMAGES3, "gemma4": IMAGES4, "gemma4_unified": PIXELS4}
 NAMES = [
@@ -793,8 +801,8 @@ def test_other_kinds_are_refused_by_name(kind):
         ({"rope_parameters": {"rope_type": "linear", "factor": float("inf")}}, ["factor is inf"]),
         ({"rope_parameters": {"rope_type": "linear", "factor": 10**400}}, ["factor is 1000"]),
         (
-            {"rope_parameters": LLAMA_3_1 | {"high_freq_factor": 1.0}},
-            ["high_freq_factor is 1.0", "more than 1"],
+            {"rope_parameters": LLAMA_3_1 | {"high_freq_factor": 0.5}},
+            ["high_freq_factor is 0.5", "at least 1"],
         ),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
@@ -1031,8 +1039,8 @@ def test_fixed_fields_of_a_family_pass_at_their_values_alone(architecture):
             ["sliding_windows is 8", "the nearest known one is sliding_window)", "for llama"],
         ),
         (
-            {"architectures": ["Lama4CausalLM"]},
-            ["Lama4CausalLM", "the nearest known one is LlamaForCausalLM"],
+            {"architectures": ["LamaCausalLM"]},
+            ["LamaCausalLM", "the nearest known one is LlamaForCausalLM"],
         ),
         (
             {"base": QWEN2, "layer_types": ["slide_attention"] * 4},
@@ -1144,6 +1152,14 @@ def test_every_field_that_a_family_knows_is_read(name, monkeypatch):
             "head_dim is 2, must be more",
         ),
         ("hunyuan_v1_dense", {"attention_head_dim": 8}, "attention_head_dim is 8, allowed: 16"),
+        ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok is 2, allowed: 1"),
+        ("llama4_text", {"attention_chunk_size": None}, "attention_chunk_size is missing"),
+        ("llama4_text", {"moe_layers": [0, 4]}, "moe_layers is [0, 4], must be a list of layers"),
+        ("llama4_text", {"moe_layers": []}, "moe_layers is [], allowed: a list that leaves"),
+        ("llama4_text", {"no_rope_layers": [1, 0]}, "no_rope_layers is [1, 0], must be a list"),
+        ("llama4_text", {"sliding_window": 8}, "sliding_window is 8, allowed: false"),
+        ("llama4_text", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, allowed: 0.0"),
+        ("llama4_text", {"attn_temperature_tuning": "no"}, "must be true or false"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias is True, allowed: false"),
         ("ernie4_5_moe", {"moe_norm_min": 1e-6}, "moe_norm_min is 1e-06, allowed: 1e-12"),
         ("ernie4_5_moe", {"moe_k": 5}, "moe_k is 5, must be an integer from 1 to 4"),
@@ -1195,6 +1211,42 @@ def test_which_layers_of_ernie_have_experts():
         ({"moe_layer_interval": 2, "moe_layer_end_index": -1}, (0, 2)),
     ):
         assert parse_config(raw | fields).dense_layers == without
+
+
+def test_layers_of_llama_4():
+    full, chunked = "full_attention", "chunked_attention"
+    raw = FAMILIES["llama4_text"] | {"attention_chunk_size": 24, "floor_scale": 100}
+    for fields, chunks, unrotated in (
+        ({}, (24, 24, 24, 0), (3,)),
+        ({"no_rope_layers": []}, (24, 24, 24, 0), (3,)),
+        ({"no_rope_layers": [1, 0, 1, 1]}, (24, 0, 24, 24), (1,)),
+        ({"layer_types": [full, chunked, full, full]}, (0, 24, 0, 0), (3,)),
+        ({"layer_types": [full] * 4, "attention_chunk_size": None}, (0, 0, 0, 0), (3,)),
+    ):
+        config = parse_config(raw | fields)
+        assert (config.layer_windows, config.unrotated_layers) == (chunks, unrotated)
+        assert (config.windows_are_chunks, config.temper) == (True, (0.1, 100))
+        for layer, chunk in zip(model_of(config).layers, chunks, strict=True):
+            assert (layer[0].mixer.window, layer[0].mixer.chunk) == (0, chunk)
+    for fields, without in (
+        ({}, ()),
+        ({"interleave_moe_layer_step": 2}, (0, 2)),
+        ({"interleave_moe_layer_step": 2, "moe_layers": [0, 3]}, (1, 2)),
+    ):
+        assert parse_config(raw | fields).dense_layers == without
+    for value, temper in ((4, (0.1, 100)), (0, None), (True, (0.1, 100)), (False, None)):
+        assert parse_config(raw | {"attn_temperature_tuning": value}).temper == temper
+    with pytest.raises(UnsupportedModel, match="layer_types is sliding_attention, allowed: full_"):
+        parse_config(raw | {"layer_types": ["sliding_attention"] * 4})
+
+
+def test_heads_of_llama_4_are_normed_where_they_are_rotated():
+    config = parse_config(FAMILIES["llama4_text"])
+    mixers = [layer[0].mixer for layer in model_of(config).layers]
+    assert [mixer.qk_norm for mixer in mixers] == [True, True, True, False]
+    assert [mixer.temper is None for mixer in mixers] == [True, True, True, False]
+    without = parse_config(FAMILIES["llama4_text"] | {"use_qk_norm": False})
+    assert not any(layer[0].mixer.qk_norm for layer in model_of(without).layers)
 
 
 def test_the_rotary_base_of_hunyuan_is_stretched():

@@ -3,7 +3,7 @@ have.
 
 All are from memory, with every field that the published files are known to have. The numbers of
 parameters are the published ones; of EXAONE 4.0 32B, K-EXAONE, CWM, Granite, Solar Open, HyperCLOVA,
-Helium, AFM, HunYuan and ERNIE they are ours, which agree with what is said of them to three digits.
+Helium, AFM, HunYuan, ERNIE and Llama 4 they are ours, which agree with what is said of them to three digits.
 """
 
 import pytest
@@ -350,6 +350,54 @@ PUBLISHED = {
             "use_bias": False, "use_cache": True, "vocab_size": 103424,
         },
         21_825_437_888,
+    ),
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": (
+        {
+            "architectures": ["Llama4ForConditionalGeneration"], "boi_token_index": 200080,
+            "eoi_token_index": 200081, "image_token_index": 200092, "model_type": "llama4",
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "text_config": {
+                "_attn_implementation_autoset": True, "attention_bias": False,
+                "attention_chunk_size": 8192, "attention_dropout": 0.0, "attn_scale": 0.1,
+                "attn_temperature_tuning": 4, "bos_token_id": 200000,
+                "eos_token_id": [200001, 200007, 200008], "floor_scale": 8192,
+                "for_llm_compressor": False, "head_dim": 128, "hidden_act": "silu",
+                "hidden_size": 5120, "initializer_range": 0.02, "interleave_moe_layer_step": 1,
+                "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+                "max_position_embeddings": 10485760, "model_type": "llama4_text",
+                "no_rope_layers": [], "num_attention_heads": 40, "num_experts_per_tok": 1,
+                "num_hidden_layers": 48, "num_key_value_heads": 8, "num_local_experts": 16,
+                "output_router_logits": False, "pad_token_id": 200018, "rms_norm_eps": 1e-05,
+                "rope_scaling": {
+                    "factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
+                    "original_max_position_embeddings": 8192, "rope_type": "llama3",
+                },
+                "rope_theta": 500000.0, "router_aux_loss_coef": 0.001,
+                "router_jitter_noise": 0.0, "torch_dtype": "bfloat16", "use_cache": True,
+                "use_qk_norm": True, "vocab_size": 202048,
+            },
+            "vision_config": {"model_type": "llama4_vision_model", "hidden_size": 1408},
+        },
+        107_769_861_120,
+    ),
+    "meta-llama/Llama-4-Maverick-17B-128E-Instruct": (
+        {
+            "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4",
+            "image_token_index": 200092, "torch_dtype": "bfloat16",
+            "text_config": {
+                "attention_bias": False, "attention_chunk_size": 8192, "attn_scale": 0.1,
+                "attn_temperature_tuning": 4, "floor_scale": 8192, "head_dim": 128,
+                "hidden_act": "silu", "hidden_size": 5120, "interleave_moe_layer_step": 2,
+                "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+                "max_position_embeddings": 1048576, "model_type": "llama4_text",
+                "no_rope_layers": [], "num_attention_heads": 40, "num_experts_per_tok": 1,
+                "num_hidden_layers": 48, "num_key_value_heads": 8, "num_local_experts": 128,
+                "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 500000.0,
+                "use_qk_norm": False, "vocab_size": 202048,
+            },
+            "vision_config": {"model_type": "llama4_vision_model", "hidden_size": 1408},
+        },
+        400_711_848_960,
     ),
     "zai-org/GLM-4.1V-9B-Thinking": (
         {

@@ -49,6 +49,8 @@ FAMILIES = {
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
     "HyperCLOVAXForCausalLM": "hyperclovax",
+    "Llama4ForCausalLM": "llama4_text",
+    "Llama4ForConditionalGeneration": "llama4",
     "LlamaForCausalLM": "llama",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Ministral3ForCausalLM": "ministral3",

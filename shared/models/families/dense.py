@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...checkpoint import STACKED, TRANSPOSED
+from ...checkpoint import STACKED
 from ..config import Heads, ModelConfig
 from ..fields import Fields, nearest, quoted, show
 from ..kv_scales import ignored_scales, scale_parameters
@@ -319,7 +319,8 @@ def _layer(
         num_kv_heads=heads.kv,
         head_dim=heads.size,
         scale=heads.size**-0.5 if config.attention_scale is None else config.attention_scale,
-        window=window,
+        window=0 if config.windows_are_chunks else window,
+        chunk=window if config.windows_are_chunks else 0,
         qk_norm=config.qk_norm,
         qk_norm_behind_rope=config.qk_norm_behind_rope,
         norm_eps=eps,
@@ -395,6 +396,7 @@ class Names:
     qk_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
     router: str = "mlp.gate"
     router_bias: str = "mlp.gate.e_score_correction_bias"
     experts: str = "mlp.experts"
@@ -458,7 +460,8 @@ def _every_model(config: ModelConfig, names: Names, norms: Norms) -> Iterator[Pa
         yield from _projections(config, names, sort)
     for inner, some in _mlps(config):
         yield _before_down(config, names, "weight", inner, (width, "embed"), some)
-        yield _one("down", (width, inner), ("embed", "mlp"), LAYER + "mlp.down_proj.weight", some)
+        key = f"{LAYER}{names.down}.weight"
+        yield _one("down", (width, inner), ("embed", "mlp"), key, some)
     if config.num_experts:
         yield from _experts(config, names)
     # A power of two that logits are multiplied by is multiplied into the norm that the head reads.
@@ -484,7 +487,7 @@ def _some_models(config: ModelConfig, names: Names, norms: Norms) -> Iterator[Pa
     if config.mlp_bias:
         for inner, some in _mlps(config):
             yield _before_down(config, names, "bias", inner, None, some)
-        yield _one("down_bias", (width,), ("embed",), LAYER + "mlp.down_proj.bias", layers)
+        yield _one("down_bias", (width,), ("embed",), f"{LAYER}{names.down}.bias", layers)
 
 
 def _before_down(
@@ -583,13 +586,12 @@ def _experts(config: ModelConfig, names: Names) -> Iterator[Parameter]:
 
 
 def with_stacked_experts(
-    table: ParameterTable, count: int, keys: Mapping[str, str], *, or_transposed: bool = False
+    table: ParameterTable, count: int, keys: Mapping[str, str], views: Sequence[str] = (STACKED,)
 ) -> ParameterTable:
     """The experts of a layer are one tensor [expert n k] for gate and up, and one for down. `keys`
-    are what these are called behind the layer. `or_transposed`: they may be [expert k n] too, which
-    their shape says.
+    are what these are called behind the layer. `views` may say that they are [expert k n], or
+    either, which their shape says.
     """
-    views = (STACKED, TRANSPOSED) if or_transposed else (STACKED,)
 
     def stacked(parameter: Parameter) -> Parameter:
         key = keys.get(parameter.name)

@@ -4,6 +4,7 @@ that of `qwen3_vl_text.py`.
 
 from __future__ import annotations
 
+from ...checkpoint import STACKED, TRANSPOSED
 from ..config import ModelConfig
 from ..fields import Fields
 from ..table import ParameterTable
@@ -43,7 +44,7 @@ def parameters(config: ModelConfig) -> ParameterTable:
     transformers 5 writes.
     """
     table = dense.parameters(config)
-    return dense.with_stacked_experts(table, config.num_experts, STACKS, or_transposed=True)
+    return dense.with_stacked_experts(table, config.num_experts, STACKS, (STACKED, TRANSPOSED))
 
 
 FAMILY = Family(

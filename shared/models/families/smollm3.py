@@ -19,7 +19,7 @@ def read(fields: Fields) -> ModelConfig:
     says. Published files have a `pretraining_tp` of 2, which nothing in this family follows.
     """
     fields.size("pretraining_tp", 1)
-    bias, rotated = fields.boolean("attention_bias", False), _rotated(fields)
+    bias, rotated = fields.boolean("attention_bias", False), rotated_layers(fields)
     has_window = fields.boolean("use_sliding_window", False) and fields.get("sliding_window")
     types = [LAYER_TYPES[bool(has_window) and not turns] for turns in rotated]
     fields = fields.defaulted({"layer_types": types, "tie_word_embeddings": True})
@@ -35,7 +35,7 @@ def read(fields: Fields) -> ModelConfig:
     )
 
 
-def _rotated(fields: Fields) -> list[bool]:
+def rotated_layers(fields: Fields) -> list[bool]:
     """Whether each layer is rotated: all but every fourth one, unless the file says otherwise."""
     layers = fields.size("num_hidden_layers", high=dense.MAX_LAYERS)
     step, given = fields.size("no_rope_layer_interval", 4), fields.get(ROTATED)
