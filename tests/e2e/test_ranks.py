@@ -90,6 +90,8 @@ def tokens_of(folder, shards, kinds=KINDS, **options):
         ("gemma4-small", 2),
         ("granite", 2),
         ("phi3", 4),
+        ("arcee-biases", 4),
+        ("hunyuan", 2),
         ("six-heads", 4),
     ],
 )
@@ -123,6 +125,8 @@ def test_the_tokens_of_one_process(name, shards, request, tmp_path):
         ("glm4-moe", 4),
         ("gpt-oss", 2),
         ("gemma4-experts", 4),
+        ("ernie4-5-moe", 4),
+        ("llama4", 2),
     ],
 )
 def test_the_tokens_of_experts_on_one_process(name, shards, tmp_path):
@@ -130,8 +134,9 @@ def test_the_tokens_of_experts_on_one_process(name, shards, tmp_path):
     gated, beside an MLP, and some layers without.
     """
     build(name, str(tmp_path))
-    alone, _ = tokens_of(tmp_path, 1)
-    assert tokens_of(tmp_path, shards)[0] == alone
+    more = {"num_pages": 40} if name == "llama4" else {}  # four groups of layers
+    alone, _ = tokens_of(tmp_path, 1, **more)
+    assert tokens_of(tmp_path, shards, **more)[0] == alone
 
 
 WIDE_NORMS = [

@@ -172,7 +172,10 @@ def test_parameters_of_any_kind_on_shards():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "gemma4-small", "glm4", "ministral3"])
+@pytest.mark.parametrize(
+    "name",
+    [*("gemma3", "gemma4", "gemma4-small", "glm4", "ministral3"), *("arcee", "hunyuan", "llama4")],
+)
 def test_dense_families_of_2026_on_two_shards(checkpoints, name):
     """Norms of 1 + weight, rows of q and k in another order, columns of a table: the same tokens."""
     folder, _ = checkpoints(name)
