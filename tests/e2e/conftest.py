@@ -64,6 +64,9 @@ GRANITE = dict(
     logits_scaling=16.0,
     tie_word_embeddings=True,
 )  # fmt: skip
+GRANITE4 = dict(
+    layer_types=["full_attention"] * 3, num_local_experts=0, shared_intermediate_size=72, position_embedding_type="rope",
+)  # fmt: skip
 YARN_ROPE = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=160)
 
 STRETCHED = dict(rope_type="dynamic", rope_theta=1e4, alpha=50.0, factor=1.0)
@@ -127,7 +130,7 @@ CWM = dict(num_hidden_layers=4, sliding_window=8, head_dim=16, bos_token_id=1)
 # Chunks end within pages, and queries of a prompt of 100 tokens have several temperatures.
 LLAMA4 = dict(
     num_hidden_layers=4, no_rope_layers=[1, 0, 1, 1], attention_chunk_size=24, floor_scale=9,
-    attn_scale=0.7, num_local_experts=7, intermediate_size=40, intermediate_size_mlp=112,
+    attn_scale=0.7, num_local_experts=8, intermediate_size=40, intermediate_size_mlp=112,
     head_dim=16, vocab_size=1009, moe_layers=[0, 2, 3],
 )  # fmt: skip
 
@@ -382,6 +385,14 @@ MODELS = {
         GRANITE
         | dict(num_local_experts=5, num_experts_per_tok=2, intermediate_size=40, head_dim=24)
         | dict(attention_bias=True, tie_word_embeddings=False, logits_scaling=13.0),
+    ),
+    "granitemoehybrid": ("GraniteMoeHybrid", GRANITE | GRANITE4),
+    "granitemoehybrid-still": (
+        "GraniteMoeHybrid",
+        GRANITE
+        | GRANITE4
+        | dict(position_embedding_type=None, tie_word_embeddings=False)
+        | dict(attention_bias=True, logits_scaling=13.0),
     ),
     "qwen3-moe-biases": (
         "Qwen3Moe",

@@ -56,6 +56,7 @@ NAMES = [
     "hunyuan", "hunyuan-stretched", "hunyuan-moe", "hunyuan-moe-stretched",
     "ernie4-5-moe", "ernie4-5-moe-few",
     "llama4", "llama4-plain", "llama4-images",
+    "granitemoehybrid", "granitemoehybrid-still",
     "glm4v", "glm4v-whole", "glm4v-moe", "glm4v-moe-plain",
     "qwen2-vl", "qwen2-5-vl", "qwen2-5-vl-windows",
     "qwen3-vl", "qwen3-vl-biases", "qwen3-vl-moe", "qwen3-vl-moe-biases",
@@ -152,6 +153,7 @@ VARIANTS = [
     "hunyuan-stretched", "hunyuan-moe-stretched",
     "ernie4-5-moe-few",
     "llama4-plain", "llama4-images",
+    "granitemoehybrid", "granitemoehybrid-still",
     "glm4v", "glm4v-whole", "glm4v-moe", "glm4v-moe-plain",
     "qwen2-vl", "qwen2-5-vl-windows",
     "qwen3-vl-biases", "qwen3-vl-moe", "qwen3-vl-moe-biases",
@@ -367,6 +369,8 @@ FAULTS = {
     "smollm3": ("attention", "theta", "rotated"),
     "exaone4": ("attention", "theta", "rotated"),
     "hunyuan-stretched": ("attention", "theta"),
+    "granitemoehybrid": ("attention", "residual", "embedding", "logits", "theta"),
+    "granitemoehybrid-still": ("rotated", "logits"),
     "llama4": ("attention", "theta", "temper", "temper begins at 0"),
 }
 

@@ -77,6 +77,11 @@ MIXTURES = {
         "moe_intermediate_size": 12,
     },
     "HunYuanMoEV1ForCausalLM": {"num_experts": 3, "moe_topk": 2},
+    "GraniteMoeHybridForCausalLM": {
+        "num_local_experts": 0,
+        "shared_intermediate_size": 20,
+        "layer_types": ["attention"] * 3,
+    },
     "Llama4ForCausalLM": LLAMA4,
     "Llama4ForConditionalGeneration": LLAMA4,
     "SolarOpenForCausalLM": EXPERTS | {"n_routed_experts": 3},

@@ -83,12 +83,21 @@ HUNYUAN = LLAMA | {
     "architectures": ["HunYuanDenseV1ForCausalLM"],
     "model_type": "hunyuan_v1_dense",
 }
+GRANITE4 = LLAMA | {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "layer_types": ["attention"] * 4,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 20,
+    "position_embedding_type": "rope",
+}
 CLOVA = LLAMA | {"architectures": ["HyperCLOVAXForCausalLM"], "model_type": "hyperclovax"}
 VAULT = LLAMA | {"architectures": ["VaultGemmaForCausalLM"], "model_type": "vaultgemma"}
 # Of these there is more in test_dense_families.py.
 NEWER = {
     "arcee": ARCEE,
     "helium": HELIUM,
+    "granitemoehybrid": GRANITE4,
     "hunyuan_v1_dense": HUNYUAN,
     "hyperclovax": CLOVA,
     "vaultgemma": VAULT,
@@ -1152,6 +1161,14 @@ def test_every_field_that_a_family_knows_is_read(name, monkeypatch):
             "head_dim is 2, must be more",
         ),
         ("hunyuan_v1_dense", {"attention_head_dim": 8}, "attention_head_dim is 8, allowed: 16"),
+        ("granitemoehybrid", {"num_local_experts": 4}, "num_local_experts is 4, allowed: 0"),
+        ("granitemoehybrid", {"num_local_experts": None}, "num_local_experts is 8, allowed: 0"),
+        ("granitemoehybrid", {"shared_intermediate_size": None}, "size is missing"),
+        (
+            "granitemoehybrid",
+            {"position_embedding_type": "alibi"},
+            "position_embedding_type is alibi",
+        ),
         ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok is 2, allowed: 1"),
         ("llama4_text", {"attention_chunk_size": None}, "attention_chunk_size is missing"),
         ("llama4_text", {"moe_layers": [0, 4]}, "moe_layers is [0, 4], must be a list of layers"),
@@ -1211,6 +1228,20 @@ def test_which_layers_of_ernie_have_experts():
         ({"moe_layer_interval": 2, "moe_layer_end_index": -1}, (0, 2)),
     ):
         assert parse_config(raw | fields).dense_layers == without
+
+
+def test_layers_of_granite_4_are_attention_and_may_rotate_nothing():
+    for types in (["attention"] * 4, ["full_attention"] * 4):
+        assert parse_config(GRANITE4 | {"layer_types": types}).unrotated_layers == ()
+    for still in ("nope", None):
+        config = parse_config(GRANITE4 | {"position_embedding_type": still})
+        assert config.unrotated_layers == (0, 1, 2, 3)
+    for types, words in (
+        (["attention"] * 3 + ["mamba"], "layer_types is mamba, allowed: attention and full_"),
+        (["attention"], "layer_types is ['attention'], must be a list of num_hidden_layers (4)"),
+        (None, "layer_types is missing"),
+    ):
+        refused(ModelError, words, base=GRANITE4, layer_types=types)
 
 
 def test_layers_of_llama_4():

@@ -45,6 +45,7 @@ FAMILIES = {
     "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granitemoe",
+    "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "HeliumForCausalLM": "helium",
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
