@@ -394,6 +394,14 @@ MODELS = {
         | dict(position_embedding_type=None, tie_word_embeddings=False)
         | dict(attention_bias=True, logits_scaling=13.0),
     ),
+    "hy-v3": ("HYV3", EXPERTS | dict(num_experts=8, head_dim=24, vocab_size=1009)),
+    "hy-v3-types": (
+        "HYV3",
+        EXPERTS
+        | dict(num_experts=7, head_dim=16, attention_bias=True, num_shared_experts=2)
+        | dict(mlp_layer_types=["sparse", "dense", "sparse"], router_scaling_factor=1.3)
+        | dict(tie_word_embeddings=True),
+    ),
     "qwen3-moe-biases": (
         "Qwen3Moe",
         EXPERTS | dict(num_experts=5, head_dim=16, attention_bias=True, tie_word_embeddings=True),

@@ -57,6 +57,7 @@ NAMES = [
     "ernie4-5-moe", "ernie4-5-moe-few",
     "llama4", "llama4-plain", "llama4-images",
     "granitemoehybrid", "granitemoehybrid-still",
+    "hy-v3", "hy-v3-types",
     "glm4v", "glm4v-whole", "glm4v-moe", "glm4v-moe-plain",
     "qwen2-vl", "qwen2-5-vl", "qwen2-5-vl-windows",
     "qwen3-vl", "qwen3-vl-biases", "qwen3-vl-moe", "qwen3-vl-moe-biases",
@@ -154,6 +155,7 @@ VARIANTS = [
     "ernie4-5-moe-few",
     "llama4-plain", "llama4-images",
     "granitemoehybrid", "granitemoehybrid-still",
+    "hy-v3", "hy-v3-types",
     "glm4v", "glm4v-whole", "glm4v-moe", "glm4v-moe-plain",
     "qwen2-vl", "qwen2-5-vl-windows",
     "qwen3-vl-biases", "qwen3-vl-moe", "qwen3-vl-moe-biases",
@@ -528,6 +530,19 @@ LEFT_OUT = {
         "not weighed": (Experts, changed(gates_input=False)),
         "results weighed": (Experts, results_weighed),
         "nothing shared": (Experts, changed(shared=None)),
+    },
+    "hy-v3": {
+        "the bias left out": (
+            Experts,
+            with_op(
+                "moe_route_sigmoid",
+                lambda ops, logits, bias, *more: ops.moe_route_sigmoid(logits, bias * 0, *more),
+            ),
+        ),
+        "not scaled": (Experts, changed(scale=1.0)),
+        "not renormalised": (Experts, changed(renormalize=False)),
+        "nothing shared": (Experts, changed(shared=None)),
+        "heads not normed": (Attention, changed(qk_norm=False)),
     },
 }
 """What a family has of its own, left out of the stage of a mixer."""

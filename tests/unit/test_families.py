@@ -82,6 +82,7 @@ MIXTURES = {
         "shared_intermediate_size": 20,
         "layer_types": ["attention"] * 3,
     },
+    "HYV3ForCausalLM": EXPERTS | {"num_experts": 3},
     "Llama4ForCausalLM": LLAMA4,
     "Llama4ForConditionalGeneration": LLAMA4,
     "SolarOpenForCausalLM": EXPERTS | {"n_routed_experts": 3},

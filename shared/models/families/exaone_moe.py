@@ -42,13 +42,14 @@ def _dense_layers(fields: Fields) -> tuple[int, ...]:
     layers = fields.size("num_hidden_layers", high=dense.MAX_LAYERS)
     front = fields.size("first_k_dense_replace", 1, high=layers - 1, low=0)
     fields.only("first_last_k_dense_replace", front)
-    found = _by_types(fields, layers)
+    found = dense_by_types(fields, layers)
     found = tuple(range(front)) if found is None else found
     fields.only("is_moe_layer", [layer not in found for layer in range(layers)])
     return found
 
 
-def _by_types(fields: Fields, layers: int) -> tuple[int, ...] | None:
+def dense_by_types(fields: Fields, layers: int) -> tuple[int, ...] | None:
+    """Layers without experts, as `mlp_layer_types` says; None where it says nothing."""
     types = fields.get(TYPES)
     if types is None:
         return None
