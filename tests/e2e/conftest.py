@@ -394,6 +394,15 @@ MODELS = {
         | dict(position_embedding_type=None, tie_word_embeddings=False)
         | dict(attention_bias=True, logits_scaling=13.0),
     ),
+    "flex-olmo": (
+        "FlexOlmo",
+        dict(num_experts=7, num_experts_per_tok=3, intermediate_size=40, vocab_size=1009),
+    ),
+    "flex-olmo-biases": (
+        "FlexOlmo",
+        dict(num_experts=5, num_experts_per_tok=2, intermediate_size=40, norm_topk_prob=True)
+        | dict(attention_bias=True, tie_word_embeddings=True, num_key_value_heads=4),
+    ),
     "hy-v3": ("HYV3", EXPERTS | dict(num_experts=8, head_dim=24, vocab_size=1009)),
     "hy-v3-types": (
         "HYV3",

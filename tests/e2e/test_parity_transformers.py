@@ -58,6 +58,7 @@ NAMES = [
     "llama4", "llama4-plain", "llama4-images",
     "granitemoehybrid", "granitemoehybrid-still",
     "hy-v3", "hy-v3-types",
+    "flex-olmo", "flex-olmo-biases",
     "glm4v", "glm4v-whole", "glm4v-moe", "glm4v-moe-plain",
     "qwen2-vl", "qwen2-5-vl", "qwen2-5-vl-windows",
     "qwen3-vl", "qwen3-vl-biases", "qwen3-vl-moe", "qwen3-vl-moe-biases",
@@ -156,6 +157,7 @@ VARIANTS = [
     "llama4-plain", "llama4-images",
     "granitemoehybrid", "granitemoehybrid-still",
     "hy-v3", "hy-v3-types",
+    "flex-olmo", "flex-olmo-biases",
     "glm4v", "glm4v-whole", "glm4v-moe", "glm4v-moe-plain",
     "qwen2-vl", "qwen2-5-vl-windows",
     "qwen3-vl-biases", "qwen3-vl-moe", "qwen3-vl-moe-biases",
@@ -543,6 +545,10 @@ LEFT_OUT = {
         "not renormalised": (Experts, changed(renormalize=False)),
         "nothing shared": (Experts, changed(shared=None)),
         "heads not normed": (Attention, changed(qk_norm=False)),
+    },
+    "flex-olmo": {
+        "heads not normed": (Attention, changed(wide_qk_norm=False)),
+        "renormalised": (Experts, changed(renormalize=True)),
     },
 }
 """What a family has of its own, left out of the stage of a mixer."""

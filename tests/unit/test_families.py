@@ -82,6 +82,7 @@ MIXTURES = {
         "shared_intermediate_size": 20,
         "layer_types": ["attention"] * 3,
     },
+    "FlexOlmoForCausalLM": {"num_experts": 3, "num_experts_per_tok": 2},
     "HYV3ForCausalLM": EXPERTS | {"num_experts": 3},
     "Llama4ForCausalLM": LLAMA4,
     "Llama4ForConditionalGeneration": LLAMA4,

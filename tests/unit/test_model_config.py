@@ -161,6 +161,7 @@ EXAONE_MOE = LLAMA | {"architectures": ["ExaoneMoeForCausalLM"], "model_type": "
 SOLAR = LLAMA | {"architectures": ["SolarOpenForCausalLM"], "model_type": "solar_open"}
 LLAMA4 = LLAMA | {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"}
 HY3 = LLAMA | {"architectures": ["HYV3ForCausalLM"], "model_type": "hy_v3"}
+FLEX_OLMO = LLAMA | {"architectures": ["FlexOlmoForCausalLM"], "model_type": "flex_olmo"}
 ERNIE_MOE = LLAMA | {
     "architectures": ["Ernie4_5_MoeForCausalLM"],
     "model_type": "ernie4_5_moe",
@@ -174,6 +175,7 @@ MIXTURES = {
     "exaone_moe": EXAONE_MOE | EXPERTS | {"num_experts": 4},
     "ernie4_5_moe": ERNIE_MOE | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12},
     "llama4_text": LLAMA4 | {"num_local_experts": 4, "intermediate_size_mlp": 20},
+    "flex_olmo": FLEX_OLMO | {"num_experts": 4, "num_experts_per_tok": 2},
     "hy_v3": HY3 | EXPERTS | {"num_experts": 4},
     "hunyuan_v1_moe": HUNYUAN_MOE | {"num_experts": 4, "moe_topk": 2},
     "solar_open": SOLAR | EXPERTS | {"n_routed_experts": 4},
@@ -1171,6 +1173,7 @@ def test_every_field_that_a_family_knows_is_read(name, monkeypatch):
             {"position_embedding_type": "alibi"},
             "position_embedding_type is alibi",
         ),
+        ("flex_olmo", {"num_local_experts": 3}, "num_local_experts is 3, allowed: 4"),
         ("hy_v3", {"first_k_dense_replace": 2}, "first_k_dense_replace is 2, allowed: 1"),
         ("hy_v3", {"mlp_layer_types": ["dense"] * 4}, "mlp_layer_types is ['dense', 'dense'"),
         ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok is 2, allowed: 1"),

@@ -421,6 +421,20 @@ PUBLISHED = {
         },
         1_631_750_144,
     ),
+    "allenai/FlexOlmo-7x7B-1T": (
+        {
+            "architectures": ["FlexOlmoForCausalLM"], "attention_bias": False,
+            "attention_dropout": 0.0, "eos_token_id": 100257, "hidden_act": "silu",
+            "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
+            "max_position_embeddings": 4096, "model_type": "flex_olmo", "norm_topk_prob": False,
+            "num_attention_heads": 32, "num_experts": 7, "num_experts_per_tok": 5,
+            "num_hidden_layers": 32, "num_key_value_heads": 32, "output_router_logits": False,
+            "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_scaling": None,
+            "rope_theta": 500000, "router_aux_loss_coef": 0.01, "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 100352,
+        },
+        33_270_665_216,
+    ),
     "zai-org/GLM-4.1V-9B-Thinking": (
         {
             "architectures": ["Glm4vForConditionalGeneration"], "model_type": "glm4v",

@@ -29,6 +29,7 @@ FAMILIES = {
     "Exaone4ForCausalLM": "exaone4",
     "ExaoneMoEForCausalLM": "exaone_moe",
     "ExaoneMoeForCausalLM": "exaone_moe",
+    "FlexOlmoForCausalLM": "flex_olmo",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
     "Gemma3ForConditionalGeneration": "gemma3",
