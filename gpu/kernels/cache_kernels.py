@@ -144,10 +144,8 @@ def norm_rope_write_kernel(
     if 2 * HALF < SIZE:
         c = tl.load(source + rest[None, :], mask=rest_mask, other=0.0).to(tl.float32)
     turned = (is_q | is_k)[:, None]
-    cos += t * cos_stride
-    sin += t * sin_stride
     if BEHIND:
-        a, b = _rotated(a, b, cos, sin, r, r < HALF, turned)
+        a, b = _rotated(a, b, cos + t * cos_stride, sin + t * sin_stride, r, r < HALF, turned)
         a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
     if HAS_Q or HAS_K or HAS_V:
         square = tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(c * c, 1)
@@ -157,7 +155,7 @@ def norm_rope_write_kernel(
         if 2 * HALF < SIZE:
             c = _normed(c, rest_weight, scale, normed, dtype)
     if not BEHIND:
-        a, b = _rotated(a, b, cos, sin, r, r < HALF, turned)
+        a, b = _rotated(a, b, cos + t * cos_stride, sin + t * sin_stride, r, r < HALF, turned)
     q += t * (HEADS * SIZE)
     _put(
         a,
