@@ -36,22 +36,26 @@ class Descriptor:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """All programs of one engine, enumerated at start. `decode_sizes` and `mixed_sizes` are
-    sorted ladders.
+    """All programs of one engine, enumerated at start. `decode_sizes`, `mixed_sizes` and
+    `single_sizes` are sorted ladders; the last are tokens of mixed steps of which each is a
+    request's only one.
     """
 
     decode_sizes: tuple[int, ...]
     mixed_sizes: tuple[int, ...]
     max_requests: int
+    single_sizes: tuple[int, ...] = ()
 
     def __iter__(self) -> Iterator[Descriptor]:
         for size in self.decode_sizes:
             yield Descriptor("decode", size, size, 1)
+        for size in self.single_sizes:
+            yield Descriptor("mixed", size, size, size)
         for size in self.mixed_sizes:
             yield Descriptor("mixed", size, self.max_requests, size)
 
     def __len__(self) -> int:
-        return len(self.decode_sizes) + len(self.mixed_sizes)
+        return len(self.decode_sizes) + len(self.single_sizes) + len(self.mixed_sizes)
 
     def decide(self, num_tokens: int, num_requests: int, max_query_len: int) -> Descriptor | None:
         """The program for a step of that size, or None if the table has none that is large
@@ -65,6 +69,13 @@ class Table:
         if size is None or num_requests > self.max_requests:
             return None
         return Descriptor("mixed", size, self.max_requests, size)
+
+    def decide_single(self, num_tokens: int) -> Descriptor | None:
+        """The program for a mixed step of requests that have one token each, or None."""
+        size = smallest_at_least(self.single_sizes, num_tokens)
+        if size is not None:
+            return Descriptor("mixed", size, size, size)
+        return self.decide(num_tokens, num_tokens, 2)
 
 
 @dataclass(slots=True)

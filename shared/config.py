@@ -173,7 +173,19 @@ class ResolvedConfig:
         # On a GPU a program more costs one run at start, and padding costs at every step.
         per_octave = 4 if self.platform == "cuda" and self.backend == "torch" else 1
         mixed = self.mixed_sizes or mixed_ladder(self.max_num_batched_tokens, per_octave=per_octave)
-        return Table(tuple(sizes), tuple(mixed), self.max_num_seqs)
+        single = () if self.speculative_config is None else SINGLE_SIZES[self.backend]
+        fitting = tuple(size for size in single if size < self.max_num_seqs)
+        return Table(tuple(sizes), tuple(mixed), self.max_num_seqs, fitting)
+
+
+SINGLE_SIZES: dict[Backend, tuple[int, ...]] = {
+    "jax": (8, 32),
+    "torch": (4, 8, 16, 32, 64),
+    "torch-xla": (8, 32),
+}
+"""Tokens of steps with guesses that have a program of their own, with so many samplers: a mixed one
+has samplers for all requests that there may be. XLA compiles each for seconds.
+"""
 
 
 def default_decode_sizes(backend: Backend, max_num_seqs: int, platform: str) -> tuple[int, ...]:

@@ -616,12 +616,15 @@ class Scheduler:
         if there are any. With `drafts`, whose entries read what others write, it is a mixed one.
         """
         count = num_single = num_tokens = len(starts)
-        max_query_len = 1 if drafts is None else 2
+        max_query_len = 1
         if chunks is not None:
             num_tokens += int(chunks.sum()) - len(chunks)
             num_single -= int(np.count_nonzero(chunks > 1))
             max_query_len = int(chunks.max())
-        descriptor = self.programs.decide(num_tokens, count, max_query_len)
+        if drafts is None:
+            descriptor = self.programs.decide(num_tokens, count, max_query_len)
+        else:
+            descriptor = self.programs.decide_single(num_tokens)
         if descriptor is None:
             raise OutsideTable(f"no program for {num_tokens} tokens of {count} requests")
         self.padding.record(descriptor, num_tokens)

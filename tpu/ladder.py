@@ -244,10 +244,10 @@ def _backbone_jobs(
         replicated if demand.streams else None,
     )
     function = partial(programs.backbone, model, d)
-    found: dict[Any, Job] = {
-        d: Job(f"backbone_{d.kind}_{d.tokens}", function, (2, 3), arguments, results)
-    }
-    if d.kind == "mixed" and demand.prompt_logprobs:
+    is_single = d.kind == "mixed" and d.requests < table.max_requests
+    name = f"backbone_{'single' if is_single else d.kind}_{d.tokens}"
+    found: dict[Any, Job] = {d: Job(name, function, (2, 3), arguments, results)}
+    if d.kind == "mixed" and not is_single and demand.prompt_logprobs:
         take = partial(programs.take_rows, table.max_requests)
         rows = (_array(mesh, d.tokens, model.config.hidden_size, kind=dtype), _array(mesh))
         found["take", d.tokens] = Job(f"take_rows_{d.tokens}", take, (), rows, replicated)

@@ -107,8 +107,10 @@ def _backbone(
 
     # last_tokens is read here and written by the sampler.
     function = partial(programs.backbone, setting, d)
-    found: dict[Any, Job] = {d: Job(f"backbone_{d.kind}_{d.tokens}", function, held, step, (0, 1))}
-    if d.kind == "mixed" and setting.demand.prompt_logprobs:
+    is_single = d.kind == "mixed" and d.requests < most
+    name = f"backbone_{'single' if is_single else d.kind}_{d.tokens}"
+    found: dict[Any, Job] = {d: Job(name, function, held, step, (0, 1))}
+    if d.kind == "mixed" and not is_single and setting.demand.prompt_logprobs:
         found["take", d.tokens] = Job(
             f"take_rows_{d.tokens}",
             partial(programs.take_rows, most),

@@ -226,6 +226,9 @@ def test_guesses_have_small_programs_where_prompts_are_long():
     folder = model_folder("demo")
     device, demand = DeviceInfo("cpu", "any", 1 << 34), Demand(requests=1, prompt_tokens=500)
     table = resolve(config, load_config(folder), device, demand)[0].table()
+    assert [str(table.decide_single(n)) for n in (3, 8, 9)] == [
+        "mixed[4x4]", "mixed[8x8]", "mixed[16x16]"
+    ]  # fmt: skip
     assert table.decide(4, 4, 2).tokens == 16
 
 
