@@ -459,10 +459,11 @@ def test_raw_hash_follows_content_not_layout():
     assert len(parse_config(LLAMA).raw_hash) == 64
 
 
-def test_absent_kv_heads_are_heads_for_llama_only():
-    absent = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
-    assert parse_config(absent).num_kv_heads == 4
-    assert parse_config(absent | {"num_key_value_heads": None}).num_kv_heads == 4
+def test_absent_kv_heads_are_heads_where_transformers_says_so():
+    for config in (LLAMA, ARCEE, HUNYUAN, HUNYUAN_MOE | {"num_experts": 4, "moe_topk": 2}):
+        absent = {key: value for key, value in config.items() if key != "num_key_value_heads"}
+        assert parse_config(absent).num_kv_heads == 4
+        assert parse_config(absent | {"num_key_value_heads": None}).num_kv_heads == 4
     assert parse_config(MISTRAL | {"num_key_value_heads": None}).num_kv_heads == 4
     without = {key: value for key, value in MISTRAL.items() if key != "num_key_value_heads"}
     with pytest.raises(ModelError, match="num_key_value_heads is missing"):

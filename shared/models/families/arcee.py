@@ -16,6 +16,7 @@ def read(fields: Fields) -> ModelConfig:
     bias = fields.boolean("attention_bias", False)
     return dense.read(
         fields,
+        kv_heads=fields.size("num_attention_heads"),
         eps=1e-5,
         qkv_bias=bias,
         o_bias=bias,

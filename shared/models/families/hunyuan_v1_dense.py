@@ -37,6 +37,7 @@ def numbers(fields: Fields, **more: Any) -> ModelConfig:
     plain, alpha = unstretched(fields)
     config = dense.read(
         plain,
+        kv_heads=fields.size("num_attention_heads"),
         eps=1e-5,
         qkv_bias=bias,
         o_bias=bias,
