@@ -47,7 +47,7 @@ def decode_bytes(
     seen = 0.0
     for window in model.layer_windows:
         heads = model.heads(window)
-        slots = sum(min(length, window) if window else length for length in lengths)
+        slots = sum(_seen(model, length, window) for length in lengths)
         seen += 2 * heads.kv * heads.size * slots
     return weights + cache_itemsize * seen
 
@@ -84,12 +84,25 @@ def prefill_flops(model: ModelConfig, lengths: Sequence[int]) -> float:
     pairs = 0
     for window in windows:
         heads = model.heads(window)
-        pairs += heads.query * heads.size * sum(_pairs(length, window) for length in lengths)
-    seen = sum(min(length, last or length) for length in lengths)
+        count = sum(_pairs(model, length, window) for length in lengths)
+        pairs += heads.query * heads.size * count
+    seen = sum(_seen(model, length, last) for length in lengths)
     return dense + head + 4.0 * (pairs + of_last.query * of_last.size * seen)
 
 
-def _pairs(length: int, window: int) -> int:
-    """(query, key) pairs of one causal prompt, keys within the window (0: all)."""
+def _seen(model: ModelConfig, length: float, window: int) -> float:
+    """Keys that the last of `length` tokens sees, itself among them: those of the window or of its
+    chunk (0: all).
+    """
+    if model.windows_are_chunks and window and length > 0:
+        return (length - 1) % window + 1
+    return min(length, window) if window else length
+
+
+def _pairs(model: ModelConfig, length: int, window: int) -> int:
+    """(query, key) pairs of one causal prompt, keys within the window or the chunk (0: all)."""
+    if model.windows_are_chunks and window:
+        whole, rest = divmod(length, window)
+        return (whole * window * (window + 1) + rest * (rest + 1)) // 2
     seen = min(length, window) if window else length
     return seen * (seen + 1) // 2 + (length - seen) * seen

@@ -402,6 +402,23 @@ def test_a_window_limits_what_is_read_and_computed():
     )
 
 
+def test_a_chunk_limits_what_is_read_and_computed():
+    """A query sees its own chunk, which is less than a window of that size but at its end."""
+    windowed = parse_config(
+        dict(SHAPES["llama3-8b"])
+        | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4}
+        | dict.fromkeys(("attention_bias", "mlp_bias"))
+    )
+    chunked = replace(windowed, windows_are_chunks=True)
+    for length, seen in ((1, 1), (4, 4), (5, 1), (7, 3), (8, 4), (9, 1)):
+        less = decode_bytes(windowed, [length], 2, 2) - decode_bytes(chunked, [length], 2, 2)
+        assert less == 2 * (min(length, 4) - seen) * 32 * 2 * 8 * 128
+        pairs = sum(min(position, 3) - position % 4 for position in range(length))
+        less = prefill_flops(windowed, [length]) - prefill_flops(chunked, [length])
+        assert less == 4 * 32 * 128 * (31 * pairs + min(length, 4) - seen)
+    assert decode_bytes(windowed, [0], 2, 2) == decode_bytes(chunked, [0], 2, 2)
+
+
 def test_flops_of_a_prompt():
     model = parse_config(SHAPES["qwen3-0.6b"])
     keys, rest = 1024 * 2 * 8 * 128, 1024 * 16 * 128 + 16 * 128 * 1024 + 3 * 1024 * 3072
