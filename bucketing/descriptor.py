@@ -57,6 +57,10 @@ class Table:
     def __len__(self) -> int:
         return len(self.decode_sizes) + len(self.single_sizes) + len(self.mixed_sizes)
 
+    def has_single_tokens(self, d: Descriptor) -> bool:
+        """Whether it is a program of `single_sizes`."""
+        return d.kind == "mixed" and d.requests < self.max_requests
+
     def decide(self, num_tokens: int, num_requests: int, max_query_len: int) -> Descriptor | None:
         """The program for a step of that size, or None if the table has none that is large
         enough.

@@ -146,7 +146,8 @@ def skinny(n: int, k: int, rows: int, gated: bool, whole: bool) -> Iterator[Sett
             if fit < 1:
                 continue
             for parts in FEW_DIVIDED if few else divisions(count, fit):
-                if parts > (32 if few else 8) or k // parts < 2 * block_k or (whole and parts > 1):
+                most = FEW_DIVIDED[-1] if few else 8
+                if parts > most or k // parts < 2 * block_k or (whole and parts > 1):
                     continue
                 both = stages == 6 or (block_m == 16 and not few)
                 for overlap in (n * k, 0) if both else (n * k,):

@@ -244,7 +244,7 @@ def _backbone_jobs(
         replicated if demand.streams else None,
     )
     function = partial(programs.backbone, model, d)
-    is_single = d.kind == "mixed" and d.requests < table.max_requests
+    is_single = table.has_single_tokens(d)
     name = f"backbone_{'single' if is_single else d.kind}_{d.tokens}"
     found: dict[Any, Job] = {d: Job(name, function, (2, 3), arguments, results)}
     if d.kind == "mixed" and not is_single and demand.prompt_logprobs:

@@ -73,7 +73,7 @@ def jobs(setting: Setting, table: Table, held: Held, kept: Kept, fresh: Fresh) -
     """Every program of the table that the demand needs."""
     found: dict[Any, Job] = {}
     for d in table:
-        found |= _backbone(setting, d, table.max_requests, held, kept, fresh)
+        found |= _backbone(setting, table, d, held, kept, fresh)
     found["update"] = Job(
         "update",
         partial(programs.update, setting.shape),
@@ -95,7 +95,7 @@ def jobs(setting: Setting, table: Table, held: Held, kept: Kept, fresh: Fresh) -
 
 
 def _backbone(
-    setting: Setting, d: Descriptor, most: int, held: Held, kept: Kept, fresh: Fresh
+    setting: Setting, table: Table, d: Descriptor, held: Held, kept: Kept, fresh: Fresh
 ) -> dict[Any, Job]:
     """The backbone, and beside it what takes the rows of prompts whose log-probabilities are
     asked for.
@@ -107,13 +107,13 @@ def _backbone(
 
     # last_tokens is read here and written by the sampler.
     function = partial(programs.backbone, setting, d)
-    is_single = d.kind == "mixed" and d.requests < most
+    is_single = table.has_single_tokens(d)
     name = f"backbone_{'single' if is_single else d.kind}_{d.tokens}"
     found: dict[Any, Job] = {d: Job(name, function, held, step, (0, 1))}
     if d.kind == "mixed" and not is_single and setting.demand.prompt_logprobs:
         found["take", d.tokens] = Job(
             f"take_rows_{d.tokens}",
-            partial(programs.take_rows, most),
+            partial(programs.take_rows, table.max_requests),
             None,
             lambda: (fresh.hidden(d.tokens), fresh.ints(1)),
         )

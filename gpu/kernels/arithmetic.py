@@ -48,6 +48,13 @@ def exp(x):
 
 
 @triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)) of float32, without a power that overflows."""
+    e = exp(-tl.abs(x))
+    return tl.where(x < 0, e, 1.0) / (1.0 + e)
+
+
+@triton.jit
 def gated(gate, up):
     """silu(gate) * up, all of float32's range."""
     # e^gate in two halves: where it is below the smallest number, its product with `up` need not

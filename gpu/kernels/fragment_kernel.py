@@ -16,7 +16,7 @@ from triton.experimental.gluon.language._layouts import DistributedLinearLayout
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from .arithmetic import gated
-from .narrow_kernels import FP4_SCALED, fp4_factor
+from .narrow_kernels import fp4_scaled
 from .overlap import wait
 
 STEP = gl.constexpr(128)
@@ -108,14 +108,7 @@ def fp4_operand(words, scale, ROWS: gl.constexpr, WARPS: gl.constexpr):
     entries, in FP4_UNITS and rounded once, in the order of `_int4_operand`. Scales of 2^-64 to 2^63
     leave them within the range of bfloat16.
     """
-    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-        FP4_SCALED,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-        [words, fp4_factor(scale)],
-        dtype=(gl.bfloat16,) * 8,
-        is_pure=True,
-        pack=1,
-    )
+    a, b, c, d, e, f, g, h = fp4_scaled(words, scale)
     return _by_word(a, b, c, d, e, f, g, h, ROWS, WARPS)
 
 

@@ -188,13 +188,18 @@ def _many(
     return combined(rows, weights, experts, count, x)
 
 
-def sorted_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(choices sorted by their experts, where those of each begin)."""
+def sort_buffers(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """What `sorted_choices` writes to, and how many choices it takes at a time."""
     choices = experts.numel()
     order = torch.empty(choices, dtype=torch.int32, device=experts.device)
     starts = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
-    setting = config("moe_sort")
-    block = min(setting["block"], power_of_2(choices))
+    return order, starts, min(config("moe_sort")["block"], power_of_2(choices))
+
+
+def sorted_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(choices sorted by their experts, where those of each begin)."""
+    setting, choices = config("moe_sort"), experts.numel()
+    order, starts, block = sort_buffers(experts, count)
     sort_kernel[(count,)](
         experts, order, starts, choices,
         EXPERTS=count, BLOCK=block,

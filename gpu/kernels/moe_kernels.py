@@ -10,7 +10,7 @@ Few choices are not sorted (`block_of_program`).
 import triton
 import triton.language as tl
 
-from .arithmetic import activated, dot, exp
+from .arithmetic import activated, dot, exp, sigmoid
 from .overlap import wait
 
 
@@ -45,8 +45,7 @@ def route_kernel(
         x += b[None, :]
     spoiled = tl.max((x != x).to(tl.int32), 1) > 0
     if SCORE == "sigmoid":
-        e = exp(-tl.abs(x))
-        scores = tl.where(x < 0, e, 1.0) / (1.0 + e)
+        scores = sigmoid(x)
         y = scores + b[None, :]
     elif SCORE == "softmax":
         known = tl.where(x == x, x, float("-inf"))

@@ -24,7 +24,7 @@ from .launch import (
     processors,
     triton_kernel,
 )
-from .moe import MAX_CHOSEN, MAX_EXPERTS, combined, rows_of_block, sorted_by_expert
+from .moe import MAX_CHOSEN, MAX_EXPERTS, combined, rows_of_block, sort_buffers, sorted_by_expert
 from .moe_narrow_kernels import (
     narrow_few_down_kernel,
     narrow_few_gated_kernel,
@@ -265,13 +265,11 @@ def _sorted_and_ordered(
     experts: torch.Tensor, count: int, x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `sorted_by_expert` gives, and x in the order of `operand_place`."""
-    choices, (tokens, k) = experts.numel(), x.shape
-    order = torch.empty(choices, dtype=torch.int32, device=x.device)
-    starts = torch.empty(count + 1, dtype=torch.int32, device=x.device)
+    tokens, k = x.shape
+    order, starts, block = sort_buffers(experts, count)
     out = torch.empty((tokens, k), dtype=x.dtype, device=x.device)
     sort_and_order_kernel[(count + tokens,)](
-        experts, order, starts, choices, x, out, x.stride(0),
-        K=k, EXPERTS=count, BLOCK=min(config("moe_sort")["block"], power_of_2(choices)),
+        experts, order, starts, len(order), x, out, x.stride(0), K=k, EXPERTS=count, BLOCK=block,
         BLOCK_K=power_of_2(k), num_warps=8, **overlap(early=True),
     )  # fmt: skip
     return order, starts, out

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .arithmetic import activated, exp
+from .arithmetic import activated, sigmoid
 from .overlap import wait
 
 
@@ -140,9 +140,7 @@ def gate_by_best_kernel(
     all_of = logits + row * logits_stride + expert
     each = tl.load(all_of, mask=own, other=float("-inf")).to(tl.float32)
     g = tl.max(tl.where(each == each, each, float("-inf")), 0)
-    e = exp(-tl.abs(g))
-    share = tl.where(g < 0, e, 1.0) / (1.0 + e)
-    share = tl.where(tl.max((each != each).to(tl.int32), 0) > 0, float("nan"), share)
+    share = tl.where(tl.max((each != each).to(tl.int32), 0) > 0, float("nan"), sigmoid(g))
     y = tl.load(x + row * x_stride + n, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * N + n, (share * y).to(out.dtype.element_ty), mask=mask)
 
@@ -170,8 +168,7 @@ def add_gated_kernel(
     mask = n < N
     wait(OVERLAP)
     g = tl.load(gate + row * gate_stride).to(tl.float32)
-    e = exp(-tl.abs(g))
-    share = tl.where(g < 0, e, 1.0) / (1.0 + e)
+    share = sigmoid(g)
     a = tl.load(x + row * x_stride + n, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(y + row * y_stride + n, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * N + n, (a + share * b).to(out.dtype.element_ty), mask=mask)

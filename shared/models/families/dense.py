@@ -205,23 +205,30 @@ def first_window(fields: Fields) -> int:
     return first
 
 
-def _layer_types(fields: Fields, window: int) -> list[str] | None:
-    types, layers = fields.get("layer_types"), _num_layers(fields)
-    if types is None:
-        return None
+def names_of_layers(fields: Fields, types: Any, layers: int, allowed: Sequence[str]) -> list[str]:
+    """`layer_types`, refused if they have not one of the names `allowed` for each layer."""
     if not isinstance(types, list) or len(types) != layers:
         fields.fail(
             "layer_types", f"is {show(types)}, must be a list of num_hidden_layers ({layers}) names"
         )
     for name in types:
-        if name not in LAYER_TYPES:
-            near = nearest(name, LAYER_TYPES) if isinstance(name, str) else ""
-            fields.refuse("layer_types", name, f"{' and '.join(LAYER_TYPES)}{near}")
-    if not window and "sliding_attention" in types:
+        if name not in allowed:
+            near = nearest(name, allowed) if isinstance(name, str) else ""
+            fields.refuse("layer_types", name, f"{' and '.join(allowed)}{near}")
+    found: list[str] = types
+    return found
+
+
+def _layer_types(fields: Fields, window: int) -> list[str] | None:
+    types, layers = fields.get("layer_types"), _num_layers(fields)
+    if types is None:
+        return None
+    names = names_of_layers(fields, types, layers, LAYER_TYPES)
+    if not window and "sliding_attention" in names:
         fields.refuse(
             "layer_types", "sliding_attention", "full_attention, since no sliding window is set"
         )
-    return types
+    return names
 
 
 def cap(fields: Fields, name: str, default: float) -> float:

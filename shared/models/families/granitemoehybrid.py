@@ -5,7 +5,7 @@ name, that may rotate nothing.
 from __future__ import annotations
 
 from ..config import ModelConfig
-from ..fields import Fields, show
+from ..fields import Fields
 from ..table import ParameterTable
 from . import dense, granite
 from .family import Family
@@ -20,7 +20,8 @@ def read(fields: Fields) -> ModelConfig:
     `intermediate_size` says.
     """
     layers = fields.size("num_hidden_layers", high=dense.MAX_LAYERS)
-    _only_attention(fields, layers)
+    # Others are recurrent, and so are all where nothing is said.
+    dense.names_of_layers(fields, fields.need("layer_types", None), layers, ATTENTION)
     experts = fields.size("num_local_experts", 8, low=0)
     if experts:
         fields.refuse("num_local_experts", experts, "0")
@@ -37,17 +38,6 @@ def read(fields: Fields) -> ModelConfig:
         unrotated_layers=() if rotates else tuple(range(layers)),
     )
     return granite.multiplied(fields, config)
-
-
-def _only_attention(fields: Fields, layers: int) -> None:
-    """Refuse layers that are recurrent, which all are where nothing is said."""
-    types = fields.need("layer_types", None)
-    if not isinstance(types, list) or len(types) != layers:
-        rule = f"must be a list of num_hidden_layers ({layers}) names"
-        fields.fail("layer_types", f"is {show(types)}, {rule}")
-    for name in types:
-        if name not in ATTENTION:
-            fields.refuse("layer_types", show(name), " and ".join(ATTENTION))
 
 
 def parameters(config: ModelConfig) -> ParameterTable:

@@ -76,12 +76,7 @@ def _chunks(fields: Fields, rotated: list[bool]) -> list[int]:
     types: Any = fields.get("layer_types")
     if types is None:
         types = [TYPES[turns] for turns in rotated]
-    if not isinstance(types, list) or len(types) != len(rotated):
-        rule = f"must be a list of num_hidden_layers ({len(rotated)}) names"
-        fields.fail("layer_types", f"is {show(types)}, {rule}")
-    for name in types:
-        if name not in TYPES:
-            fields.refuse("layer_types", show(name), " and ".join(TYPES))
+    types = dense.names_of_layers(fields, types, len(rotated), TYPES)
     chunk = 0
     if TYPES[1] in types:
         default = None if "attention_chunk_size" in fields.raw else 8192
