@@ -22,6 +22,8 @@ from .options import by_name, check_fields, config_error, option, required
 WHERE = "speculative_config"
 METHOD = "ngram"
 MOST_TOKENS = 64
+LOOKUP_MIN, LOOKUP_MAX = 2, 5
+"""How many of the last tokens are looked for where nobody says it."""
 MANY = 16
 """Where one in so many places is found, all are compared."""
 NO_GUESSES = np.zeros(0, np.int32)
@@ -44,24 +46,45 @@ class SpeculativeConfig:
         METHOD, Choice((METHOD,)),
         help="what followed where the last tokens stood before, in the prompt or the output",
     )  # fmt: skip
-    prompt_lookup_max: int = _option(
-        5, Whole(1, MOST_TOKENS), help="of the last tokens, how many are looked for together"
+    prompt_lookup_max: int | None = _option(
+        None,
+        Whole(1, MOST_TOKENS),
+        help="of the last tokens, how many are looked for together",
+        usual=f"{LOOKUP_MAX}, or a larger prompt_lookup_min",
     )
-    prompt_lookup_min: int = _option(
-        2,
+    prompt_lookup_min: int | None = _option(
+        None,
         Whole(1, MOST_TOKENS),
         help="and how many of them have to be found",
         limits="1 to prompt_lookup_max",
+        usual=f"{LOOKUP_MIN}, or a smaller prompt_lookup_max",
     )
 
     def __post_init__(self) -> None:
         check_fields(self, _error)
-        if self.prompt_lookup_min > self.prompt_lookup_max:
+        if self.shortest > self.longest:
             raise _error(
                 "prompt_lookup_min",
-                f"got {self.prompt_lookup_min}, allowed is at most prompt_lookup_max "
-                f"({self.prompt_lookup_max})",
+                f"got {self.shortest}, allowed is at most prompt_lookup_max ({self.longest})",
             )
+
+    @property
+    def longest(self) -> int:
+        """How many of the last tokens are looked for together: also where only the other limit is
+        given, and larger than the default.
+        """
+        if self.prompt_lookup_max is not None:
+            return self.prompt_lookup_max
+        return max(LOOKUP_MAX, self.prompt_lookup_min or 0)
+
+    @property
+    def shortest(self) -> int:
+        """How many of them have to be found: also where only the other limit is given, and smaller
+        than the default.
+        """
+        if self.prompt_lookup_min is not None:
+            return self.prompt_lookup_min
+        return min(LOOKUP_MIN, self.longest)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> SpeculativeConfig:
@@ -83,15 +106,15 @@ def look_up(tokens: np.ndarray, config: SpeculativeConfig, most: int) -> np.ndar
     """Up to `most` guesses of what follows `tokens` [n] int32: what followed the last place where
     as many of the last tokens as possible stood together, and where so many follow.
 
-    None if not even `prompt_lookup_min` of them did. Takes time in proportion to n.
+    None if not even `config.shortest` of them did. Takes time in proportion to n.
     """
     last = len(tokens) - 1
-    if most < 1 or last < config.prompt_lookup_min:
+    if most < 1 or last < config.shortest:
         return NO_GUESSES
     # Where the last token stands before its own place.
     is_end, dense = tokens[:last] == tokens[last], 1
     # Of a text that is much the same all places are compared: to pick many takes far longer.
-    while dense < config.prompt_lookup_max and np.count_nonzero(is_end) * MANY > last:
+    while dense < config.longest and np.count_nonzero(is_end) * MANY > last:
         longer = np.zeros_like(is_end)
         np.equal(tokens[: last - dense], tokens[last - dense], out=longer[dense:])
         longer &= is_end
@@ -99,11 +122,11 @@ def look_up(tokens: np.ndarray, config: SpeculativeConfig, most: int) -> np.ndar
             break
         is_end, dense = longer, dense + 1
     ends = np.flatnonzero(is_end)
-    for size in range(dense + 1, config.prompt_lookup_max + 1):
+    for size in range(dense + 1, config.longest + 1):
         longer = ends[ends >= size - 1]
         longer = longer[tokens[longer - (size - 1)] == tokens[last - (size - 1)]]
         if not len(longer):
-            if size <= config.prompt_lookup_min:
+            if size <= config.shortest:
                 return NO_GUESSES
             break
         ends = longer

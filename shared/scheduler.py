@@ -145,7 +145,7 @@ class Scheduler:
         self.prefixes = PrefixCache(self.table, self.kv)
         self._ngrams: NgramFilter | None = None
         if config.drafts is not None:
-            self._ngrams = NgramFilter(self.table, config.drafts.prompt_lookup_min)
+            self._ngrams = NgramFilter(self.table, config.drafts.shortest)
 
     def start_over(self) -> None:
         """All that the worker held is gone, steps in flight too: every request waits again, at its

@@ -79,12 +79,9 @@ def looked_up_place_by_place(tokens, config, most):
     last, found = len(tokens) - 1, []
     for end in range(last):
         size = 0
-        while (
-            size < min(end + 1, config.prompt_lookup_max)
-            and tokens[end - size] == tokens[last - size]
-        ):
+        while size < min(end + 1, config.longest) and tokens[end - size] == tokens[last - size]:
             size += 1
-        if size >= config.prompt_lookup_min:
+        if size >= config.shortest:
             found.append((size, end))
     ends = [end for size, end in found if size == max(found)[0]]
     roomy = [end for end in ends if end + most <= last]
@@ -191,7 +188,15 @@ def test_which_guesses_are_kept():
         ({"num_speculative_tokens": 0}, r"num_speculative_tokens: got 0, .* from 1 to 64"),
         ({"num_speculative_tokens": True}, r"num_speculative_tokens: got True"),
         ({"num_speculative_tokens": 3, "method": "eagle"}, r"method: got 'eagle', .* ngram"),
-        ({"num_speculative_tokens": 3, "prompt_lookup_min": 9}, r"got 9, .* prompt_lookup_max \(5"),
+        (
+            {"num_speculative_tokens": 3, "prompt_lookup_min": 9, "prompt_lookup_max": 5},
+            r"got 9, .* prompt_lookup_max \(5",
+        ),
+        # As large as the default of the other one, but given.
+        (
+            {"num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 1},
+            r"got 2, .* prompt_lookup_max \(1",
+        ),
         ({"num_speculative_tokens": 3, "model": "x"}, r"unknown option 'model', got 'x'"),
         ({"num_speculative_token": 3}, r"did you mean 'num_speculative_tokens'\?"),
         (
@@ -203,6 +208,24 @@ def test_which_guesses_are_kept():
 def test_what_cannot_be_had_is_named(options, message):
     with pytest.raises(ConfigError, match=f"speculative_config.*{message}"):
         EngineConfig(model="demo", speculative_config=options)
+
+
+@pytest.mark.parametrize(
+    ("given", "least", "most"),
+    [
+        ({}, 2, 5),
+        ({"prompt_lookup_max": 3}, 2, 3),
+        ({"prompt_lookup_max": 1}, 1, 1),
+        ({"prompt_lookup_min": 1}, 1, 5),
+        ({"prompt_lookup_min": 9}, 9, 9),
+        ({"prompt_lookup_max": None, "prompt_lookup_min": None}, 2, 5),
+    ],
+)
+def test_a_limit_that_is_not_given_follows_the_other(given, least, most):
+    config = EngineConfig(
+        model="demo", speculative_config={"num_speculative_tokens": 3} | given
+    ).speculative_config
+    assert (config.shortest, config.longest) == (least, most)
 
 
 @pytest.mark.parametrize(

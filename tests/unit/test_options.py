@@ -188,8 +188,6 @@ def test_the_limits_themselves_are_allowed():
             if not isinstance(entry.kind, Whole | Number) or entry.name in (
                 "min_tokens",
                 "priority_window",
-                "prompt_lookup_max",
-                "prompt_lookup_min",
             ):
                 continue
             low, high = entry.kind.low, entry.kind.high
