@@ -64,6 +64,7 @@ from .worker import (
     attach_camera,
     cache_pages,
     create_worker,
+    most_room,
     start_ranks,
 )
 
@@ -231,6 +232,7 @@ class Engine:
                 f"decode_steps: got {self.config.decode_steps}, the {self.config.backend} worker "
                 "allows 1"
             )
+        self._check_length()
         self._timed("load", lambda: self.worker.load(self._progress))
         self.report.num_pages = self._timed("measure", self._num_pages)
         self.report.page_bytes = self.worker.page_bytes()
@@ -288,10 +290,29 @@ class Engine:
                         f"device has {self.device.memory}, and at least one page is needed"
                     )
                 return number
-        needed = request_pages(self.model, config)
-        pages = cache_pages(config, self.worker.measure(), page, needed)
         # Stored programs have the number that they were compiled with, which may be any.
-        if pages < (needed if config.aot_folder is None else 1):
+        least = 1 if config.aot_folder is not None else None
+        return self._enough_pages(self.worker.measure(), least)
+
+    def _check_length(self) -> None:
+        """Raise ConfigError where no request of `max_model_len` tokens has room, as far as that is
+        known before weights are read: tables of so many positions are made with them.
+        """
+        config = self.config
+        if (config.num_pages, config.kv_cache_memory, config.aot_folder) != (None, None, None):
+            return
+        room = most_room(self.model, config, self.device)
+        if room is not None:
+            self._enough_pages(room)
+
+    def _enough_pages(self, room: int, least: int | None = None) -> int:
+        """The pages that the cache has of `room` bytes. Raises ConfigError if they are fewer than
+        `least`, or, where that is None, than a request of `max_model_len` tokens holds.
+        """
+        config, page = self.config, self.worker.page_bytes()
+        needed = request_pages(self.model, config)
+        pages = cache_pages(config, room, page, needed)
+        if pages < (needed if least is None else least):
             raise ConfigError(
                 f"max_model_len: {config.max_model_len} tokens need {needed} pages of {page} "
                 f"bytes, and there is memory for {pages}; lower max_model_len or raise "

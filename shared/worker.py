@@ -18,6 +18,8 @@ from .config import BACKENDS, Change, DeviceInfo, ResolvedConfig, host_memory
 from .errors import BackendUnavailable, ConfigError
 from .models.caches import CacheLayout
 from .models.config import ModelConfig
+from .models.decoder import parameters_of
+from .models.table import weight_bytes
 from .progress import Progress, silent
 from .step import StepInput, StepOutput
 from .weights import check_memory
@@ -59,6 +61,21 @@ def cache_pages(config: ResolvedConfig, room: int, page: int, per_request: int) 
     if config.platform == "cpu" or not config.enable_prefix_caching:
         pages = min(pages, config.max_num_seqs * per_request)
     return max(0, pages)
+
+
+def most_room(model: ModelConfig, config: ResolvedConfig, device: DeviceInfo) -> int | None:
+    """Bytes that the KV cache may have on each device at most, as far as they are known before
+    anything is loaded: what the engine may take, but for the weights. None where JAX cannot say how
+    much memory a device has.
+    """
+    if device.platform == "cpu":
+        return HOST_MEMORY_FOR_KV
+    if not device.memory:
+        return None
+    weights = weight_bytes(parameters_of(model), 4 if config.dtype == "float32" else 2)
+    # A device has its share at least: what is not dealt out lies on each.
+    share = weights // config.tensor_parallel_size
+    return int(device.memory * config.memory_utilization) - share
 
 
 def step_temporaries(model: ModelConfig, config: ResolvedConfig) -> int:

@@ -2,6 +2,7 @@
 met.
 """
 
+from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -32,7 +33,7 @@ def raising(error):
     return fail
 
 
-def start(backend, progress=silent, **options):
+def start(backend, progress=silent, model=None, **options):
     small = {
         "dtype": "float32", "max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 16,
         "page_size": 16,
@@ -41,7 +42,7 @@ def start(backend, progress=silent, **options):
         small |= {"decode_sizes": (2,), "mixed_sizes": (16,)}
     config = EngineConfig(model="demo", backend=backend, device="cpu", **(small | options))
     folder = model_folder("demo")
-    return Engine(config, load_config(folder), folder, progress, GREEDY_ONLY)
+    return Engine(config, model or load_config(folder), folder, progress, GREEDY_ONLY)
 
 
 @pytest.fixture(params=WORKERS)
@@ -98,6 +99,18 @@ def test_a_cache_without_room_closes_the_worker(backend, kind, closed, monkeypat
     monkeypatch.setattr(kind, "measure", lambda worker: 1)
     with pytest.raises(ConfigError, match="max_model_len: 64 tokens need"):
         start(backend)
+    check_closed(closed, backend)
+
+
+def test_a_length_without_room_is_refused_before_tables_of_it_are_made(
+    backend, kind, closed, monkeypatch
+):
+    """That of Llama 4 Scout, whose rotary tables alone take gigabytes."""
+    most = 10_485_760
+    model = replace(load_config(model_folder("demo")), max_position_embeddings=most)
+    monkeypatch.setattr(kind, "load", raising(Fault()))
+    with pytest.raises(ConfigError, match=f"max_model_len: {most} tokens need 655360 pages"):
+        start(backend, model=model, max_model_len=most)
     check_closed(closed, backend)
 
 
@@ -164,7 +177,9 @@ def test_ranks_are_closed_once(place, hidden, monkeypatch):
             raise RuntimeError("a rank is gone")
 
     fault = Fault()
-    worker = SimpleNamespace(changes=[], multi_step=True, load=raising(fault), close=close)
+    worker = SimpleNamespace(
+        changes=[], multi_step=True, page_bytes=lambda: 1, load=raising(fault), close=close
+    )
 
     def make_worker(model, config, folder):
         worker.config = config

@@ -18,7 +18,7 @@ from twinfer.shared.errors import ConfigError
 from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.step import SAMPLERS
-from twinfer.shared.worker import MOST_PAGES, cache_pages
+from twinfer.shared.worker import HOST_MEMORY_FOR_KV, MOST_PAGES, cache_pages, most_room
 from twinfer.tpu.chips import CHIPS
 
 SCRIPT = """
@@ -184,6 +184,19 @@ def test_the_cache_takes_what_is_left():
     assert pages("cuda", 1 << 60) == MOST_PAGES
     stored = {"aot_folder": "x", "enable_prefix_caching": False}
     assert pages("tpu", (MOST_PAGES + 1) * page, **stored) == MOST_PAGES + 1
+
+
+def test_what_the_cache_may_take_is_known_before_weights_are_read():
+    def room(memory, platform="cuda", **options):
+        device = DeviceInfo(platform, platform, memory)
+        return most_room(parse_config(SHAPES["qwen3-0.6b"]), settings(platform, **options), device)
+
+    taken = room(1 << 36, memory_utilization=0.5) - (1 << 35)
+    assert -taken == 596_049_920 * 2  # its parameters in bfloat16, tied embeddings counted once
+    assert room(1 << 36, memory_utilization=0.5, dtype="float32") == (1 << 35) + 2 * taken
+    assert room(1 << 36, memory_utilization=0.5, tensor_parallel_size=2) == (1 << 35) + taken // 2
+    assert room(0) is None
+    assert room(1 << 40, platform="cpu") == HOST_MEMORY_FOR_KV
 
 
 def test_programs_that_were_compiled_before_say_how_many_pages(tmp_path, monkeypatch):
