@@ -40,6 +40,10 @@ __all__ = [
 
 BEFORE = "norm_before"
 """Under this name a layer finds the weight of the norm behind the layer before it."""
+ROTARY_ROWS = 1 << 14
+"""Rows of the rotary tables that are computed together: what is in float64 of all of them would be
+several times as large as the tables.
+"""
 
 
 def rotary_tables(config: ModelConfig, positions: int) -> tuple[np.ndarray, np.ndarray]:
@@ -50,11 +54,28 @@ def rotary_tables(config: ModelConfig, positions: int) -> tuple[np.ndarray, np.n
     is one more column of cos, beside one of zeros in sin. The tables are for sequences of up to
     `positions` tokens: with longrope, short and long ones have different tables.
     """
-    position = np.arange(positions, dtype=np.float64)[:, None]
+    ropes = [
+        rope_inverse_frequencies(rope, size, positions)
+        for rope, size in zip(config.ropes, config.rope_head_dims, strict=True)
+    ]
+    cos, sin = (
+        np.empty((positions, columns.shape[1]), np.float32)
+        for columns in _rotary_rows(config, ropes, range(1))
+    )
+    for first in range(0, positions, ROTARY_ROWS):
+        rows = range(first, min(first + ROTARY_ROWS, positions))
+        cos[first : rows.stop], sin[first : rows.stop] = _rotary_rows(config, ropes, rows)
+    return cos, sin
+
+
+def _rotary_rows(
+    config: ModelConfig, ropes: Sequence[tuple[np.ndarray, float]], positions: range
+) -> tuple[np.ndarray, np.ndarray]:
+    """These rows of the tables, in float64."""
+    position = np.arange(positions.start, positions.stop, dtype=np.float64)[:, None]
     cos: list[np.ndarray] = []
     sin: list[np.ndarray] = []
-    for rope, size in zip(config.ropes, config.rope_head_dims, strict=True):
-        inverse, scaling = rope_inverse_frequencies(rope, size, positions)
+    for inverse, scaling in ropes:
         angles = position * inverse[None, :]
         cos.append(np.cos(angles) * scaling)
         sin.append(np.sin(angles) * scaling)
@@ -65,8 +86,7 @@ def rotary_tables(config: ModelConfig, positions: int) -> tuple[np.ndarray, np.n
         beta, original = config.temper
         cos.append(1.0 + beta * np.log1p(np.floor((position + config.temper_start) / original)))
         sin.append(np.zeros_like(position))
-    columns = (np.concatenate(parts, axis=1).astype(np.float32) for parts in (cos, sin))
-    return next(columns), next(columns)
+    return np.concatenate(cos, axis=1), np.concatenate(sin, axis=1)
 
 
 def embed(ops: Any, model: Model, weights: Weights, token_ids: Array) -> Array:

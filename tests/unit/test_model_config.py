@@ -7,6 +7,7 @@ import json
 import math
 import os
 import string
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -744,6 +745,19 @@ def test_rotary_tables_are_float64_until_they_are_rounded(theta):
             angle = position * math.pow(theta, -2 * i / size)
             assert abs(float(cos[position, i]) - math.cos(angle)) < 2.0**-24, (position, i)
             assert abs(float(sin[position, i]) - math.sin(angle)) < 2.0**-24, (position, i)
+
+
+def test_rotary_tables_take_little_more_memory_than_they_have():
+    """Those of Llama 4 Scout's 10 485 760 positions have gigabytes, once and not six times."""
+    config = parse_config(LLAMA | {"hidden_size": 512})
+    tracemalloc.start()
+    try:
+        tables = rotary_tables(config, 400_000)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    size = sum(table.nbytes for table in tables)
+    assert size <= most < 1.5 * size
 
 
 def test_yarn_without_a_factor_takes_the_ratio_of_lengths():
