@@ -1,15 +1,19 @@
 """Weights in 8 or 4 bits on ranks of the torch worker, joined by gloo: the tokens of one process."""
 
 import json
+import pickle
+import sys
 
 import numpy as np
 import pytest
 
+from twinfer.shared.executor import driver
+from twinfer.shared.models import stages
 from twinfer.shared.sampling_params import SamplingParams
 
 from .conftest import build
 from .quantized_checkpoints import make, make_mxfp4
-from .test_ranks import SIX_HEADS, engine_of, tokens_of
+from .test_ranks import RANK, SIX_HEADS, engine_of, tokens_of
 
 
 @pytest.mark.slow
@@ -32,6 +36,11 @@ from .test_ranks import SIX_HEADS, engine_of, tokens_of
 def test_weights_that_are_quantised_when_loaded(name, shards, scheme, request, tmp_path):
     """Biases, fewer KV heads than ranks, tied embeddings, heads of zeros, norms over all heads,
     experts. A token that is quantised has one scale on all ranks.
+
+    Tokens of int8 and fp8 are the same by luck: of 345 600 to 480 816 entries that three such
+    workloads quantise to int8, none happened to lie between two values so closely that a sum in
+    another order has it on the other side, where 0.5 to 1 were to be expected. Where one does, see
+    `test_what_is_quantised_to_int8_is_the_same_up_to_a_tie`.
     """
     options = {"quantization": scheme}
     if name == "six-heads":
@@ -118,3 +127,92 @@ def prompt_logprobs(folder, shards):
             if at
         ]
     )
+
+
+NOTED = """
+import pickle
+from twinfer.ops.native import torch_parallel
+from twinfer.shared.models import stages
+
+quantized = stages.quantized
+
+def noted(ops, weights, name, x, narrow):
+    values, scale = quantized(ops, weights, name, x, narrow)
+    if hasattr(x, "numpy"):  # else the shapes of a plan are asked for
+        with open(f"FOLDER/{torch_parallel.dist.get_rank()}", "ab") as file:
+            pickle.dump((name, (x / scale).numpy(), values.numpy()), file)
+    return values, scale
+
+stages.quantized = noted
+"""
+OWN_SCALES = """
+gathered = torch_parallel.gathered
+# Nobody's largest entries but one's own.
+torch_parallel.gathered = lambda x: x[None] if x.shape[1:] == (1,) else gathered(x)
+"""
+
+
+@pytest.mark.slow
+def test_what_is_quantised_to_int8_is_the_same_up_to_a_tie(tmp_path, monkeypatch):
+    """Where a sum in another order is rounded to another value, what comes after it differs by a
+    part of a step: 2 of 15 requests get other tokens (on the processor where this was written). The
+    first values that differ say whether it was a tie.
+    """
+    build("hy-v3", folder := str(tmp_path))
+    alone = noted_alone(folder, monkeypatch)
+    assert first_difference(alone, noted_on_ranks(folder, "", monkeypatch, tmp_path)) < 1e-3
+    wrong = noted_on_ranks(folder, OWN_SCALES, monkeypatch, tmp_path)
+    assert first_difference(alone, wrong) > 0.1
+
+
+def noted_alone(folder, monkeypatch):
+    """What one process quantises while it serves `tokens_of`: [(x / scale, values)] in order."""
+    found, quantized = [], stages.quantized
+
+    def noted(ops, weights, name, x, narrow):
+        values, scale = quantized(ops, weights, name, x, narrow)
+        if hasattr(x, "numpy"):  # else the shapes of a plan are asked for
+            found.append(((x / scale).numpy(), values.numpy().copy()))
+        return values, scale
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "quantized", noted)
+        tokens_of(folder, 1, quantization="int8")
+    return found
+
+
+def noted_on_ranks(folder, fault, monkeypatch, path):
+    """The same of two ranks, what they have parts of put together."""
+    files = [path / "0", path / "1"]
+    for file in files:
+        file.unlink(missing_ok=True)
+    script = path / "rank.py"
+    script.write_text(NOTED.replace("FOLDER", str(path)) + fault + RANK)
+    monkeypatch.setattr(driver, "COMMAND", (sys.executable, str(script)))
+    tokens_of(folder, 2, quantization="int8")
+    found = []
+    for (name, *first), (_, *second) in zip(*map(loaded, files), strict=True):
+        if name in stages.DEALT:
+            found.append([np.hstack(both) for both in zip(first, second, strict=True)])
+        else:
+            assert all(map(np.array_equal, first, second))
+            found.append(first)
+    return found
+
+
+def loaded(file):
+    """All that was pickled into a file."""
+    with file.open("rb") as stream:
+        while stream.peek(1):
+            yield pickle.load(stream)
+
+
+def first_difference(ours, others):
+    """How many steps of int8 lie between entries whose values are the first that differ; 0 where
+    none do.
+    """
+    for (x, values), (other, other_values) in zip(ours, others, strict=False):
+        differs = values != other_values
+        if differs.any():
+            return np.abs(x - other)[differs].max()
+    return 0.0
