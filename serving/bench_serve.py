@@ -10,6 +10,7 @@ import json
 import math
 import random
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -31,6 +32,10 @@ SMALL_VOCABULARY = 1000
 METRICS = {"ttft": "Time to First Token", "tpot": "Time per Output Token (excl. 1st token)",
            "itl": "Inter-token Latency", "e2el": "End-to-end Latency"}  # fmt: skip
 WIDTH = 50
+REFUSALS = (401, 403)
+"""Answers to a wrong key, which do not change by waiting."""
+QUIET_S = 5.0
+"""How long a server is waited for before that is told."""
 
 
 @dataclass(slots=True)
@@ -78,12 +83,14 @@ async def _run(arguments: argparse.Namespace, goals: dict[str, float]) -> dict[s
     headers = {"authorization": f"Bearer {arguments.api_key}"} if arguments.api_key else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
     connector = aiohttp.TCPConnector(limit=0)
+    # Clients of OpenAI's API are given an address with /v1.
+    root = arguments.base_url.rstrip("/").removesuffix("/v1")
     async with aiohttp.ClientSession(
-        arguments.base_url.rstrip("/"), headers=headers, timeout=timeout, connector=connector
+        headers=headers, timeout=timeout, connector=connector
     ) as session:
-        model = await _wait_for_model(session, arguments)
+        model = await _wait_for_model(session, root, arguments.ready_check_timeout_sec)
         asked = _requests(arguments, arguments.model or model)
-        client = _Client(session, arguments, model)
+        client = _Client(session, root, arguments, model)
         for one in asked[: arguments.num_warmups]:
             warm = await client.ask(one, time.perf_counter())
             if warm.error:
@@ -94,21 +101,31 @@ async def _run(arguments: argparse.Namespace, goals: dict[str, float]) -> dict[s
     return _summary(arguments, model, seen, seconds, goals)
 
 
-async def _wait_for_model(session: aiohttp.ClientSession, arguments: argparse.Namespace) -> str:
-    """The name of the server's first model, as soon as it takes requests. Raises TwinferError."""
-    end = time.monotonic() + arguments.ready_check_timeout_sec
+async def _wait_for_model(session: aiohttp.ClientSession, root: str, most: float) -> str:
+    """The name of the first model of the server at `root`, as soon as it takes requests: within
+    `most` seconds. Raises TwinferError.
+    """
+    start = time.monotonic()
+    is_told = False
     while True:
         try:
-            async with session.get("/v1/models") as answer:
+            async with session.get(f"{root}/v1/models") as answer:
+                if answer.status in REFUSALS:
+                    text = (await answer.text())[:200]
+                    raise TwinferError(f"the server at {root} says {answer.status}: {text}")
                 answer.raise_for_status()
                 card = (await answer.json())["data"][0]
                 if "max_model_len" not in card or card["max_model_len"]:
                     return str(card["id"])
                 why = "it is starting"
-        except (aiohttp.ClientError, OSError, KeyError, IndexError, ValueError) as error:
+        except (aiohttp.ClientError, OSError, LookupError, TypeError, ValueError) as error:
             why = str(error) or type(error).__name__
-        if time.monotonic() > end:
-            raise TwinferError(f"no server answers at {arguments.base_url}: {why}")
+        waited = time.monotonic() - start
+        if waited > most:
+            raise TwinferError(f"no server answers at {root}: {why}")
+        if waited > QUIET_S and not is_told:
+            print(f"waits up to {most:g} s for a server at {root}: {why}", file=sys.stderr)
+            is_told = True
         await asyncio.sleep(0.5)
 
 
@@ -174,9 +191,9 @@ class _Client:
     """Asks, and keeps the time."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, arguments: argparse.Namespace, model: str
+        self, session: aiohttp.ClientSession, root: str, arguments: argparse.Namespace, model: str
     ) -> None:
-        self._session = session
+        self._session, self._url = session, f"{root}/v1/completions"
         self._arguments = arguments
         self._model = model
         most = arguments.max_concurrency or arguments.num_prompts
@@ -203,7 +220,7 @@ class _Client:
         sent = last = time.perf_counter()
         seen = Seen(asked.prompt_len, sent - start)
         try:
-            async with self._session.post("/v1/completions", json=self._body(asked)) as answer:
+            async with self._session.post(self._url, json=self._body(asked)) as answer:
                 if answer.status != 200:
                     seen.error = f"{answer.status}: {(await answer.text())[:200]}"
                     return seen
