@@ -11,7 +11,12 @@ from typing import Any
 from ..ops import BoundPlans, Choice, Plan, Plans
 from ..ops.bindings.torch import bind
 from ..ops.plan import NATIVE
-from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation, check_wrapping
+from ..shared.compilation_config import (
+    ATTENTION_OPS,
+    CUDAGraphMode,
+    ResolvedCompilation,
+    check_wrapping,
+)
 from ..shared.config import Change
 from ..shared.errors import ConfigError
 from . import cpu_kernels
@@ -43,10 +48,10 @@ def fit_mode(
             )
             compilation = replace(compilation, cudagraph_mode=fitted)
             changes.append(Change("cudagraph_mode", mode.name, fitted.name, why))
-    if compilation.road == "regional" and set(compilation.splitting_ops) - {"paged_attention"}:
+    if compilation.road == "regional" and set(compilation.splitting_ops) - {*ATTENTION_OPS}:
         raise ConfigError(
             f"splitting_ops: got {compilation.splitting_ops}, the road 'regional' splits at "
-            "paged_attention only"
+            f"{' and '.join(ATTENTION_OPS)} only"
         )
     for kind in ("decode", "mixed"):
         if compilation.cudagraph_mode.step_mode(kind) is CUDAGraphMode.PIECEWISE:

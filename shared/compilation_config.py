@@ -39,6 +39,8 @@ LEVELS = {
 """What runs at each level, as help and documents say it."""
 ROADS = ("regional", "piecewise")
 OPS = ("plain", "wrapped")
+ATTENTION_OPS = ("paged_attention", "latent_attention")
+"""What pieces of graphs are split at unless somebody says otherwise: a model calls one of them."""
 CAPTURE_SIZES = "cudagraph_capture_sizes"
 """The word that stands in `compile_sizes` for all sizes that are captured."""
 MAX_SIZE = 1 << 20
@@ -149,7 +151,7 @@ class CompilationConfig:
         "is no other way, and false is refused",
     )  # fmt: skip
     splitting_ops: tuple[str, ...] | None = _option(
-        Words("a list of names of ops"), usual="paged_attention",
+        Words("a list of names of ops"), usual="paged_attention, latent_attention",
         help="ops between the pieces of a piecewise graph; they run eagerly",
     )  # fmt: skip
     compile_sizes: tuple[int | str, ...] | None = _option(
@@ -209,7 +211,7 @@ class ResolvedCompilation:
     mode_given: bool = False
     cudagraph_capture_sizes: tuple[int, ...] = ()
     cudagraph_mixed_limit: int = 0
-    splitting_ops: tuple[str, ...] = ("paged_attention",)
+    splitting_ops: tuple[str, ...] = ATTENTION_OPS
     splitting_given: bool = False
     compile_sizes: tuple[int, ...] = ()
     compile_ranges: tuple[tuple[int, int], ...] = ()
@@ -317,7 +319,7 @@ def resolve_compilation(
         mode_given=config.cudagraph_mode is not None,
         cudagraph_capture_sizes=sizes,
         cudagraph_mixed_limit=_or(config.cudagraph_mixed_limit, 8192),
-        splitting_ops=_or(config.splitting_ops, ("paged_attention",)),
+        splitting_ops=_or(config.splitting_ops, ATTENTION_OPS),
         splitting_given=config.splitting_ops is not None,
         compile_sizes=_static_sizes(compile_sizes, sizes),
         compile_ranges=_or(config.compile_ranges, ()),

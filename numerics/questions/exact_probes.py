@@ -268,6 +268,17 @@ def _norm_rope_write(rng: np.random.Generator, a: Arguments) -> Probes:
     )  # fmt: skip
 
 
+def _norm_rope_write_latents(rng: np.random.Generator, a: Arguments) -> Probes:
+    latents, rank = a["latents"], len(a["weight"])
+    if not exact_norm(latents[:, :rank]):
+        return
+    cos, sin = _quarter_turns(rng, a["cos"])
+    parts = _rows(rng, (len(latents), rank)), rng.integers(-127, 128, latents[:, rank:].shape)
+    values = np.concatenate(parts, axis=1).astype(latents.dtype)
+    weight = _norm_weight(rng, a["weight"])
+    yield "quarter turns", {"latents": values, "cos": cos, "sin": sin, "weight": weight}
+
+
 def _nearest_powers(scales: np.ndarray | None) -> np.ndarray | None:
     return None if scales is None else np.exp2(np.round(np.log2(scales))).astype(np.float32)
 
@@ -279,11 +290,13 @@ LONGEST = 2048
 """Slots of a request up to which scores are exact in float32."""
 GAP = 64.0
 """Between the best score and the next one: e^-64 is nothing beside an integer, in float32 too."""
+WIDE_GAP = 128.0
+"""e^-128 is nothing beside 0 either: less than float32 holds."""
 
 
-def _attention(rng: np.random.Generator, a: Arguments) -> Probes:
+def _attention(rng: np.random.Generator, a: Arguments, gap: float = GAP) -> Probes:
     """Queries that want one position: score (winner - wanted)^2 - (slot - wanted)^2, times what
-    makes 1 worth `GAP`.
+    makes 1 worth `gap`.
 
     Wanted are positions that a query may see, and ones just outside of what it may: then the
     nearest one inside wins, and if the mask is off by one, the one outside. The winner's score is
@@ -300,11 +313,11 @@ def _attention(rng: np.random.Generator, a: Arguments) -> Probes:
     while base**digits <= longest + int(shifts.max()):
         digits += 1
     features = digits * digits + 4 * digits
-    if features > size or longest > LONGEST or q.dtype == np.float16 or 0 < a["soft_cap"] < GAP / 2:
+    if features > size or longest > LONGEST or q.dtype == np.float16 or 0 < a["soft_cap"] < gap / 2:
         return
     k_scale, v_scale = (_nearest_powers(a.get(name)) for name in ("k_scale", "v_scale"))
     smallest = 1.0 if k_scale is None else float(k_scale.min())
-    factor = 2.0 ** math.ceil(math.log2(GAP / (a["scale"] * smallest)))
+    factor = 2.0 ** math.ceil(math.log2(gap / (a["scale"] * smallest)))
     places = rng.permutation(size)[:features]
     cache = np.full(kv.shape, np.nan)
     real = int(a["query_start"][count])
@@ -336,6 +349,19 @@ def _attention(rng: np.random.Generator, a: Arguments) -> Probes:
     if a.get("sinks") is not None:
         changed["sinks"] = np.full_like(a["sinks"], -GAP)  # as far below the winner as other keys
     yield "one key takes all", changed
+
+
+def _latent_attention(rng: np.random.Generator, a: Arguments) -> Probes:
+    """As of one head, whose values are what no query asks for among the entries of its keys."""
+    rank, cache = a["q"].shape[2], a["cache"]
+    kv = cache[:, :, :1].repeat(2, axis=2)
+    both = np.concatenate([a["q"], a["rotated"]], axis=-1)
+    step = a | {"q": both, "kv": kv, "window": 0, "soft_cap": 0.0}
+    for name, changed in _attention(rng, step, WIDE_GAP):
+        q, kv = changed["q"], changed["kv"]
+        asked = (np.nan_to_num(q.astype(np.float32)) != 0).any((0, 1))
+        own = np.where(asked, kv[:, :, :1], kv[:, :, 1:]).repeat(cache.shape[2], axis=2)
+        yield name, {"q": q[..., :rank], "rotated": q[..., rank:], "cache": own}
 
 
 def _wanted(
@@ -437,6 +463,10 @@ PROBES: dict[str, Callable[[np.random.Generator, Arguments], Probes]] = {
     "norm_rope": _norm_rope,
     "norm_rope_write_kv": _norm_rope_write,
     "paged_attention": _attention,
+    "to_latents": _product("q", "weight"),
+    "from_latents": _product("y", "weight"),
+    "norm_rope_write_latents": _norm_rope_write_latents,
+    "latent_attention": _latent_attention,
     "moe_route": _route,
     "moe_unpermute": _scaled("weights", "rows"),
     "moe_experts": _moe_experts,

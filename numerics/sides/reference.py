@@ -195,8 +195,8 @@ def bound(exact: bool, tracer: Tracer | None = None, choices: Sequence[RoundingC
     """The numpy ops, exact or faithful."""
 
     def wrap(op: Op, function: Any) -> Any:
-        if op.name == "paged_attention" and not exact:
-            function = faithful_attention
+        if op.name in FAITHFUL and not exact:
+            function = FAITHFUL[op.name]
         for choice in choices:
             function = choice.wrap(op.name, function)
         return tracer.wrap(op, function) if tracer is not None else function
@@ -278,6 +278,24 @@ def faithful_attention(
         product = np.einsum("hts,shd->thd", weights.astype(q.dtype).astype(np.float32), values)
         out[start:stop] = (product / total).astype(q.dtype)
     return out
+
+
+def faithful_latent_attention(
+    q: Any, rotated: Any, cache: Any, page_table: Any, query_start: Any, kv_lens: Any, counts: Any,
+    scale: float, max_query_len: int,
+) -> np.ndarray:  # fmt: skip
+    """`latent_attention` likewise: as that of one head, which is K and V."""
+    both, kv = np.concatenate([q, rotated], axis=-1), cache[:, :, :1].repeat(2, axis=2)
+    step = page_table, query_start, kv_lens, counts
+    found = faithful_attention(both, kv, *step, scale, 0, 0.0, max_query_len)
+    return found[..., : q.shape[2]]
+
+
+FAITHFUL = {
+    "paged_attention": faithful_attention,
+    "latent_attention": faithful_latent_attention,
+}
+"""Ops that round on the way, as their contracts say."""
 
 
 def total(state: Sequence[np.ndarray]) -> np.ndarray:

@@ -342,8 +342,8 @@ def _fused_sizes(a: Arguments) -> Any:
     turned, sizes, behind = slice(0, heads + kv_heads), np.abs(x), a.get("norm_behind", False)
     cos, sin = a["cos"][:, None].astype(np.float64), a["sin"][:, None].astype(np.float64)
     if behind:
-        x[:, turned] = _turned(x[:, turned], cos, sin, half, -1.0)
-        sizes[:, turned] = _turned(sizes[:, turned], np.abs(cos), np.abs(sin), half)
+        x[:, turned] = turned_heads(x[:, turned], cos, sin, half, -1.0)
+        sizes[:, turned] = turned_heads(sizes[:, turned], np.abs(cos), np.abs(sin), half)
     norms = [
         (slice(0, heads), a["q_weight"]),
         (slice(heads, heads + kv_heads), a["k_weight"]),
@@ -354,7 +354,7 @@ def _fused_sizes(a: Arguments) -> Any:
             mean = (x[:, part] ** 2).mean(-1, keepdims=True)
             sizes[:, part] *= np.abs(weight) / np.sqrt(mean + a["eps"])
     if not behind:
-        sizes[:, turned] = _turned(sizes[:, turned], np.abs(cos), np.abs(sin), half)
+        sizes[:, turned] = turned_heads(sizes[:, turned], np.abs(cos), np.abs(sin), half)
     cache = np.abs(a["kv"]).reshape(-1, 2 * kv_heads, size).astype(np.float64)
     real = a["slots"] >= 0
     cache[a["slots"][real], 0::2] = sizes[real, heads : heads + kv_heads]
@@ -362,7 +362,7 @@ def _fused_sizes(a: Arguments) -> Any:
     return sizes[:, :heads], cache.reshape(a["kv"].shape)
 
 
-def _turned(
+def turned_heads(
     x: np.ndarray, cos: np.ndarray, sin: np.ndarray, half: int, sign: float = 1.0
 ) -> np.ndarray:
     """Heads that are rotated, with sign -1; with 1 the sums of the sizes of what is added up."""
@@ -661,7 +661,7 @@ def _narrowed(a: Arguments, kind: str, k_size: float, v_size: float) -> Argument
     return a | {"kv": kv, "k_scale": k_scale, "v_scale": v_scale}
 
 
-def _open(a: Arguments) -> np.ndarray:
+def open_rows(a: Arguments) -> np.ndarray:
     """Rows of a request in which another row sees NaN: the contract leaves them open."""
     free = np.zeros((len(a["q"]), 1, 1), bool)
     for i in range(a["counts"][1]):
@@ -732,7 +732,7 @@ def _spoil_last(a: Arguments) -> np.ndarray:
     return np.asarray(kv)
 
 
-class _Fault:
+class Fault:
     """paged_attention with one thing wrong; "" is the plain truth. `sizes` gives magnitudes
     instead of results, of weights that count as `least` at most.
     """
@@ -878,12 +878,12 @@ class _Fault:
 
 
 def _sizes(a: Arguments, which: str) -> Any:
-    return _Fault(sizes=which)(None, **a)
+    return Fault(sizes=which)(None, **a)
 
 
 def _small(a: Arguments, least: float) -> Any:
     """What weights do that are off by `least`, or by all that they are."""
-    return _Fault(sizes="weights", least=least)(None, **a)
+    return Fault(sizes="weights", least=least)(None, **a)
 
 
 ATTENTION_FAULTS = (
@@ -942,9 +942,9 @@ judged_by(
         magnitude=partial(_sizes, which="sums"),
         rounded=partial(_sizes, which="weights"),
         small=_small,
-        free=_open,
+        free=open_rows,
         rows=("q",),
-        mutants={fault: _Fault(fault) for fault in ATTENTION_FAULTS},
-        truth=_Fault(),
+        mutants={fault: Fault(fault) for fault in ATTENTION_FAULTS},
+        truth=Fault(),
     ),
 )

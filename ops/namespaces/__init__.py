@@ -4,6 +4,7 @@ lacks.
 accumulate(x)              x in its accumulation dtype: float32, or float64 if x is float64
 linear(x, w, bias)         x [..., k] by w [n, k], accumulated, plus bias, rounded once to x's dtype
 linear_accumulated(x, w)   the same without bias or rounding: [..., n] in the accumulation dtype
+head_linear(x, w)          x [tok head k] by w [head n k], rounded once to x's dtype: [tok head n]
 rsqrt(x)                   1 / sqrt(x)
 to_int(x)                  float32 to the nearest int32, ties to even
 count_tokens(ids, size)    ids [rows, n] int32, -1 unused: how often each id occurs, [rows, size]

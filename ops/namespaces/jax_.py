@@ -154,6 +154,17 @@ class JaxNamespace:
         return y.astype(x.dtype)
 
     @staticmethod
+    def head_linear(x: jax.Array, w: jax.Array) -> jax.Array:
+        """x [tok head k] by w [head n k], rounded once: [tok head n]."""
+        product = partial(with_float32_sums, partial(jnp.einsum, "thk,hnk->thn"))
+
+        def widened(x: jax.Array, w: jax.Array) -> jax.Array:
+            return product(x.astype(jnp.float32), w.astype(jnp.float32))
+
+        # XLA's CPU runtime has no product by head of bfloat16 with sums of float32.
+        return jax.lax.platform_dependent(x, w, cpu=widened, default=product).astype(x.dtype)
+
+    @staticmethod
     def rsqrt(x: jax.Array) -> jax.Array:
         """1 / sqrt(x)."""
         return jax.lax.rsqrt(x)

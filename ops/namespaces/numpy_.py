@@ -36,6 +36,11 @@ class NumpyNamespace(EagerLoop):
         y = self.linear_accumulated(x, w)
         return (y if bias is None else y + self.accumulate(bias)).astype(x.dtype)
 
+    def head_linear(self, x: np.ndarray, w: np.ndarray) -> np.ndarray:
+        """x [tok head k] by w [head n k], rounded once: [tok head n]."""
+        heads = self.accumulate(x).swapaxes(0, 1), self.accumulate(w).swapaxes(1, 2)
+        return np.matmul(*heads).swapaxes(0, 1).astype(x.dtype)
+
     @staticmethod
     def rsqrt(x: np.ndarray) -> np.ndarray:
         """1 / sqrt(x)."""

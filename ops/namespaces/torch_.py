@@ -92,6 +92,14 @@ class TorchNamespace(EagerLoop):
         """x [..., k] by w [n, k] plus bias, rounded once."""
         return F.linear(rows_apart(x), w, bias)
 
+    def head_linear(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """x [tok head k] by w [head n k], rounded once: [tok head n]."""
+        # On GPUs sums of 16 bits are in float32; on CPUs not in every library.
+        wide = (lambda y: y) if x.is_cuda else self.accumulate
+        by_head = torch.matmul(wide(x).transpose(0, 1), wide(w).mT)
+        # As kernels give it: compilers take strides for what the reference has.
+        return by_head.transpose(0, 1).to(x.dtype).contiguous()
+
     @staticmethod
     def rsqrt(x: torch.Tensor) -> torch.Tensor:
         """1 / sqrt(x)."""

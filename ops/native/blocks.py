@@ -25,6 +25,8 @@ ROWS_OF_BLOCK = 16
 IN_BLOCKS: dict[str, tuple[int, tuple[str, ...]]] = {
     "linear": (PRODUCT_ROWS, ("x",)),
     "logits": (PRODUCT_ROWS, ("x",)),
+    "to_latents": (PRODUCT_ROWS, ("q",)),
+    "from_latents": (PRODUCT_ROWS, ("y",)),
     "linear_int8": (PRODUCT_ROWS, ("x", "x_scale")),
     "linear_fp8": (PRODUCT_ROWS, ("x", "x_scale")),
     "lora_shrink": (PRODUCT_ROWS, ("x", "index")),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from ..declare import Array
 from ..implement import implement
@@ -38,15 +39,29 @@ def write_kv(
     v_scale: Array | None = None,
 ) -> Array:
     """Scatter the rows of K and V into their slots; rows with slot -1 are dropped."""
-    pages, page_size, heads, size = kv.shape
+    heads, size = kv.shape[2:]
     xp = namespace("jax")
     rows = jnp.stack([stored(xp, k, kv, k_scale), stored(xp, v, kv, v_scale)], axis=2).reshape(
         k.shape[0], heads, size
     )
-    target = jnp.where(slots < 0, pages * page_size, slots)
+    return _with_rows(kv, rows, slots)
+
+
+@implement("write_latents", provider="native", framework="jax", row_invariant=True)
+def write_latents(cache: Array, latents: Array, rotated: Array, slots: Array) -> Array:
+    """Scatter the rows into their slots; rows with slot -1 are dropped."""
+    rows = jnp.concatenate([latents, rotated], axis=1)[:, None]
+    rows = jnp.broadcast_to(rows, (rows.shape[0], *cache.shape[2:]))
+    return _with_rows(cache, rows, slots)
+
+
+def _with_rows(kv: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
+    """The cache [page slot ...] with rows [tok ...] at `slots` [tok]."""
+    slots_in_all = kv.shape[0] * kv.shape[1]
+    target = jnp.where(slots < 0, slots_in_all, slots)
 
     def scatter(kv: jax.Array, rows: jax.Array) -> jax.Array:
-        flat = kv.reshape(pages * page_size, heads, size)
+        flat = kv.reshape(slots_in_all, *kv.shape[2:])
         return flat.at[target].set(rows, mode="drop").reshape(kv.shape)
 
     def scatter_bits(kv: jax.Array, rows: jax.Array) -> jax.Array:
@@ -152,6 +167,33 @@ def paged_attention(
     return jax.lax.fori_loop(counts[0], counts[1], request, out)[:tokens]
 
 
+@implement("latent_attention", provider="native", framework="jax")
+def latent_attention(
+    q: Array,
+    rotated: Array,
+    cache: Array,
+    page_table: Array,
+    query_start: Array,
+    kv_lens: Array,
+    counts: Array,
+    scale: float,
+    max_query_len: int,
+) -> Array:
+    """See the op: as `paged_attention` of one head, which is K and V."""
+    batch = page_table, query_start, kv_lens, counts
+    both = jnp.concatenate([q, rotated], -1)
+    found: Array = paged_attention(both, by_slot(cache), *batch, scale, 0, 0.0, max_query_len)
+    return found[..., : q.shape[-1]]
+
+
+def by_slot(cache: jax.Array) -> jax.Array:
+    """The cache of latents [page slot 1 entry] as [page slot entry], in that order. For loops XLA
+    would choose another one on a TPU, and copy all of it.
+    """
+    whole = cache.reshape(*cache.shape[:2], cache.shape[-1])
+    return with_layout_constraint(whole, Layout((0, 1, 2)))
+
+
 def attend(
     kv: jax.Array,
     block_pages: int,
@@ -171,7 +213,11 @@ def attend(
     slots of their pages.
     """
     requests, n, heads, size = q.shape
-    page_size, kv_heads = kv.shape[1], kv.shape[2] // 2
+    page_size, held = kv.shape[1], kv.size // (kv.shape[0] * kv.shape[1] * size)
+    # The one row of a latent is K and V.
+    kv_heads, sides = max(1, held // 2), min(2, held)
+    if held == 1:
+        kv = by_slot(kv)
     block = block_pages * page_size
     q = q.reshape(requests, n, kv_heads, heads // kv_heads, size)
     # The barrier hides the window's value, so layers that differ in it are one code to XLA, which
@@ -187,7 +233,13 @@ def attend(
 
     def step(j: jax.Array, state: _Softmax) -> _Softmax:
         pages = jax.lax.dynamic_slice_in_dim(page_table, j * block_pages, block_pages, axis=1)
-        cache = _read_pages(kv, pages).reshape(requests, block, kv_heads, 2, size).astype(q.dtype)
+        # XLA would choose another layout for what a loop reads, and copy the whole cache.
+        cache = _read_pages(kv, pages)
+        if held == 1:
+            # Or what a product would rather read is made of all pages, before they are gathered.
+            cache = with_layout_constraint(cache, Layout((0, 1, 2, 3)))
+        cache = cache.reshape(requests, block, kv_heads, sides, size)
+        cache = cache.astype(q.dtype)
         slot = j * block + jnp.arange(block, dtype=jnp.int32)
         scores = scored(q, cache[..., 0, :]) * factor
         if soft_cap > 0:
@@ -202,7 +254,7 @@ def attend(
         used = ((slot[None, :] < lengths[:, None]) & (slot[None, :] >= oldest[:, None]))[
             :, :, None, None
         ]
-        values = jnp.where(used, cache[..., 1, :], jnp.zeros((), q.dtype))
+        values = jnp.where(used, cache[..., sides - 1, :], jnp.zeros((), q.dtype))
         product = weighted(weights.astype(q.dtype), values)
         decay = jnp.exp(state.maximum - maximum)
         total = state.total * decay + weights.sum(-1, keepdims=True)

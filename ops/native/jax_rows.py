@@ -17,7 +17,7 @@ from ..implement import ROWS, implement
 from ..namespaces import namespace
 from ..reference.paged import check_reach
 from .blocks import ROWS_OF_BLOCK, register
-from .jax_attention import KV_BLOCK, attend
+from .jax_attention import KV_BLOCK, attend, by_slot
 
 rows = partial(implement, provider=ROWS, framework="jax", row_invariant=True)
 
@@ -79,3 +79,22 @@ def paged_attention(
 
     out: Array = _by_block(run, ROWS_OF_BLOCK, q, request, lengths)
     return out
+
+
+@rows("latent_attention")
+def latent_attention(
+    q: Array,
+    rotated: Array,
+    cache: Array,
+    page_table: Array,
+    query_start: Array,
+    kv_lens: Array,
+    counts: Array,
+    scale: float,
+    max_query_len: int,
+) -> Array:
+    """See the op: as `paged_attention` of one head, which is K and V."""
+    batch = page_table, query_start, kv_lens, counts
+    both = jnp.concatenate([q, rotated], -1)
+    found: Array = paged_attention(both, by_slot(cache), *batch, scale, 0, 0.0, max_query_len)
+    return found[..., : q.shape[-1]]

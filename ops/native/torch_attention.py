@@ -116,6 +116,35 @@ def paged_attention(
     return out
 
 
+@implement("write_latents", provider="native", framework="torch", inplace=True, row_invariant=True)
+def write_latents(cache: Array, latents: Array, rotated: Array, slots: Array) -> Array:
+    """Write the rows into their slots, in place; rows with slot -1 go to the scratch slot."""
+    pages, page_size, copies, size = cache.shape
+    rows = torch.cat([latents, rotated], 1)[:, None].expand(-1, copies, -1)
+    target = slots.remainder(pages * page_size).to(torch.int64)  # slot -1 is the last one
+    cache.view(pages * page_size, copies, size).index_copy_(0, target, rows)
+    return cache
+
+
+@implement("latent_attention", provider="native", framework="torch", host_metadata=True)
+def latent_attention(
+    q: Array,
+    rotated: Array,
+    cache: Array,
+    page_table: Array,
+    query_start: Array,
+    kv_lens: Array,
+    counts: Array,
+    scale: float,
+    max_query_len: int,
+) -> Array:
+    """See the op: as `paged_attention` of one head, which is K and V."""
+    batch = page_table, query_start, kv_lens, counts
+    both = torch.cat([q, rotated], -1)
+    found: Array = paged_attention(both, cache, *batch, scale, 0, 0.0, max_query_len)
+    return found[..., : q.shape[-1]].contiguous()
+
+
 def _gather(kv: torch.Tensor, page_table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """The cache at positions [req or 1, slot] of requests with page_table [req page] -> [req
     slot 2*kvhead hdim].
@@ -127,7 +156,9 @@ def _gather(kv: torch.Tensor, page_table: torch.Tensor, positions: torch.Tensor)
     flat = kv.view(pages * page_size, heads * size)
     if kv.dtype.itemsize == 1:  # fp8 is copied by nothing but its bytes
         flat = flat.view(torch.uint8)
-    return flat.index_select(0, slots.flatten()).view(kv.dtype).view(*slots.shape, heads, size)
+    found = flat.index_select(0, slots.flatten()).view(kv.dtype).view(*slots.shape, heads, size)
+    # The one row of a latent is K and V.
+    return found.expand(-1, -1, 2, -1) if heads == 1 else found
 
 
 def _attend(

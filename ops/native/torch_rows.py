@@ -56,6 +56,10 @@ class AlignedNamespace(TorchNamespace):
         """x [..., k] by w [n, k] in the accumulation dtype."""
         return super().linear_accumulated(_aligned(x), _aligned(w))
 
+    def head_linear(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """x [tok head k] by w [head n k], rounded once."""
+        return super().head_linear(_aligned(x), _aligned(w))
+
     @staticmethod
     def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., k] by w [n, k] plus bias, rounded once."""
@@ -116,6 +120,25 @@ def paged_attention(
     return out
 
 
+@rows("latent_attention", host_metadata=True)
+def latent_attention(
+    q: Array,
+    rotated: Array,
+    cache: Array,
+    page_table: Array,
+    query_start: Array,
+    kv_lens: Array,
+    counts: Array,
+    scale: float,
+    max_query_len: int,
+) -> Array:
+    """See the op: as `paged_attention` of one head, which is K and V."""
+    batch = page_table, query_start, kv_lens, counts
+    both = torch.cat([q, rotated], -1)
+    found: Array = paged_attention(both, cache, *batch, scale, 0, 0.0, max_query_len)
+    return found[..., : q.shape[-1]].contiguous()
+
+
 def _attend(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -133,7 +156,7 @@ def _attend(
     page_table [row page].
     """
     count, heads, size = q.shape
-    kv_heads = kv.shape[2] // 2
+    kv_heads = max(1, kv.shape[2] // 2)
     group = heads // kv_heads
     oldest = oldest_seen(positions, window, chunk).clamp(min=0)
     real = positions >= 0
@@ -184,5 +207,7 @@ def _gather(
         flat = flat.view(torch.uint8)
     index = torch.where(seen, index, pages * page_size - 1)
     found = flat.index_select(0, index.flatten()).view(kv.dtype).view(*index.shape, heads, size)
+    # The one row of a latent is K and V.
+    found = found.expand(-1, -1, 2, -1) if heads == 1 else found
     # A slot that is not seen can hold anything, and 0 * NaN is NaN.
     return torch.where(seen[:, :, None, None], found.to(torch.float32), 0.0)

@@ -123,6 +123,35 @@ def paged_attention(
     return torch.where(has_one[:, None, None], taken, torch.zeros_like(taken))
 
 
+@static("write_latents", row_invariant=True)
+def write_latents(cache: Array, latents: Array, rotated: Array, slots: Array) -> Array:
+    """See the op; rows with slot -1 go to the scratch slot."""
+    pages, page_size, copies, size = cache.shape
+    rows = torch.cat([latents, rotated], 1)[:, None].expand(-1, copies, -1)
+    target = slots.remainder(pages * page_size).to(torch.int64)  # slot -1 is the last one
+    flat = _bits(cache).reshape(pages * page_size, copies, size)
+    return flat.index_copy(0, target, _bits(rows)).reshape(cache.shape).view(cache.dtype)
+
+
+@static("latent_attention")
+def latent_attention(
+    q: Array,
+    rotated: Array,
+    cache: Array,
+    page_table: Array,
+    query_start: Array,
+    kv_lens: Array,
+    counts: Array,
+    scale: float,
+    max_query_len: int,
+) -> Array:
+    """See the op: as `paged_attention` of one head, which is K and V."""
+    batch = page_table, query_start, kv_lens, counts
+    both = torch.cat([q, rotated], -1)
+    found: Array = paged_attention(both, cache, *batch, scale, 0, 0.0, max_query_len)
+    return found[..., : q.shape[-1]].contiguous()
+
+
 def _attend(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -141,19 +170,21 @@ def _attend(
     block's request [block page].
     """
     blocks, rows, heads, size = q.shape
-    _, page_size, kv_heads, _ = kv.shape
-    kv_heads //= 2
+    _, page_size, held, _ = kv.shape
+    kv_heads = max(1, held // 2)
     group = heads // kv_heads
     slots = page_table.shape[1] * page_size
     pages = _bits(kv).index_select(0, page_table.flatten().to(torch.int64))
-    cache = pages.view(kv.dtype).reshape(blocks, slots, kv_heads, 2, size).to(torch.float32)
+    # The one row of a latent is K and V.
+    sides = min(2, held)
+    cache = pages.view(kv.dtype).reshape(blocks, slots, kv_heads, sides, size).to(torch.float32)
     slot = torch.arange(slots, dtype=torch.int32, device=q.device)
     seen = slot <= position[:, :, None]
     seen &= slot >= oldest_seen(position, window, chunk)[:, :, None]
     seen &= real[:, :, None]
     # A slot that is not seen can hold anything, and 0 * NaN is NaN.
     cache = torch.where(seen.any(1)[:, :, None, None, None], cache, 0.0)
-    keys, values = (cache[:, :, :, j].permute(0, 2, 1, 3) for j in (0, 1))
+    keys, values = (cache[:, :, :, j].permute(0, 2, 1, 3) for j in (0, sides - 1))
     queries = q.to(torch.float32).reshape(blocks, rows, kv_heads, group, size)
     queries = queries.permute(0, 2, 3, 1, 4).reshape(blocks, kv_heads, group * rows, size)
     scores = torch.matmul(queries, keys.transpose(-1, -2)) * scale

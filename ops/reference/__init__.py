@@ -3,6 +3,7 @@
 from . import (
     activations,
     dense,
+    latents,
     lora,
     moe,
     narrow,
@@ -18,6 +19,7 @@ from . import (
 __all__ = [
     "activations",
     "dense",
+    "latents",
     "lora",
     "moe",
     "narrow",

@@ -19,7 +19,10 @@ from twinfer.shared.models.shapes import SHAPES
 
 MODEL = parse_config(SHAPES["qwen3-0.6b"])
 GPU = DeviceInfo("cuda", "a GPU", 80 << 30)
-NATIVE = resolve_plan("torch", enable=("none",))
+EVERY = resolve_plan("torch", enable=("none",))
+# A model calls one kind of attention.
+CALLED = {op: choice for op, choice in EVERY.choices.items() if op != "latent_attention"}
+NATIVE = dataclasses.replace(EVERY, choices=CALLED)
 
 
 def replaced(plan, op, **properties):

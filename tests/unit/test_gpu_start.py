@@ -553,17 +553,15 @@ def test_defaults_are_refused_by_no_plan():
 
 
 def with_attention(reads_host):
-    """A native plan whose attention reads lengths on the host, or not."""
+    """A native plan whose attention, of which a model has one kind, reads lengths on the host, or
+    not.
+    """
     native = resolve_plan("torch", enable=("none",))
     choice = native["paged_attention"]
     made = dataclasses.replace(choice.implementation, host_metadata=reads_host)
-    return dataclasses.replace(
-        native,
-        choices={
-            **native.choices,
-            "paged_attention": dataclasses.replace(choice, implementation=made),
-        },
-    )
+    choices = native.choices | {"paged_attention": dataclasses.replace(choice, implementation=made)}
+    del choices["latent_attention"]
+    return dataclasses.replace(native, choices=choices)
 
 
 def test_the_default_graph_mode_gives_way_to_attention_that_reads_the_host():

@@ -351,8 +351,8 @@ def keeps_its_rows(op, framework, provider, device, dtypes, quickly=False):
         found = last_implementation(REGISTRY[op], framework, known)
     if not found.row_invariant or not TESTING[op].rows:
         pytest.skip("not claimed")
-    if op == "paged_attention":
-        return each_request_alone(framework, provider, device, dtypes, quickly)
+    if op in ATTENTIONS:
+        return each_request_alone(op, framework, provider, device, dtypes, quickly)
     takes = [
         next((case for case, _, _ in judged_cases(op, dtype) if accepts(found, case)), None)
         for dtype in dtypes
@@ -383,9 +383,11 @@ def these_rows(op, arguments, some):
     return fewer
 
 
-def each_request_alone(framework, provider, device, dtypes, quickly):
+ATTENTIONS = ("paged_attention", "latent_attention")
+
+
+def each_request_alone(op, framework, provider, device, dtypes, quickly):
     """A request of attention has the same bits alone."""
-    op = "paged_attention"
     found = implementation(op, framework, provider, device)
     for dtype in dtypes:
         cases = [case for case, _, _ in judged_cases(op, dtype) if accepts(found, case)]
@@ -395,8 +397,7 @@ def each_request_alone(framework, provider, device, dtypes, quickly):
             (whole,) = run(op, framework, provider, given, device, quickly)
             for i in range(int(given["counts"][1])):
                 first, last = given["query_start"][i : i + 2]
-                alone = {
-                    "q": given["q"][first:last],
+                alone = {name: given[name][first:last] for name in TESTING[op].rows} | {
                     "page_table": given["page_table"][i : i + 1],
                     "query_start": np.array([0, last - first], np.int32),
                     "kv_lens": given["kv_lens"][i : i + 1],
@@ -409,11 +410,12 @@ def each_request_alone(framework, provider, device, dtypes, quickly):
 @pytest.mark.parametrize(
     "framework", ["numpy", "torch", pytest.param("jax", marks=pytest.mark.slow)]
 )
-def test_rows_of_no_request_are_zero(framework, device):
-    implementation("paged_attention", framework, "native", device)
-    for dtype in wide_dtypes("paged_attention"):
-        for case, _, _ in judged_cases("paged_attention", dtype):
-            (out,) = run("paged_attention", framework, "native", case.arguments, device)
+@pytest.mark.parametrize("op", ATTENTIONS)
+def test_rows_of_no_request_are_zero(op, framework, device):
+    implementation(op, framework, "native", device)
+    for dtype in wide_dtypes(op):
+        for case, _, _ in judged_cases(op, dtype):
+            (out,) = run(op, framework, "native", case.arguments, device)
             assert not out[int(case.arguments["query_start"][-1]) :].any()
 
 
@@ -464,6 +466,8 @@ def test_every_mutant_is_rejected_in_float16_too(op, record_property):
 UNSEEN_IN_HALF = {
     "linear": frozenset({"tf32 product"}),  # which has as many bits
     "logits": frozenset({"tf32 product"}),
+    "to_latents": frozenset({"tf32 product"}),
+    "from_latents": frozenset({"tf32 product"}),
     # less than its other roundings may be off by
     "moe_experts": frozenset({"weights rounded to bfloat16"}),
     "gated_mlp_grouped": frozenset({"scale 1.005"}),
@@ -514,6 +518,10 @@ TRUTHS_THAT_CALL_REFERENCES = {
     },
     "norm_rope": {
         f"dense.{name}": PART for name in ("_rotate", "along", "rms_norm", "rotary_embedding")
+    },
+    "norm_rope_write_latents": {
+        **{f"dense.{name}": PART for name in ("_rotate", "along", "rms_norm", "rotary_embedding")},
+        "latents.write_latents": PART,
     },
     "norm_rope_write_kv": {
         **{f"dense.{name}": PART for name in ("_rotate", "along", "rms_norm", "rotary_embedding")},
