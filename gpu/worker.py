@@ -274,7 +274,7 @@ class TorchWorker:
     def _page_shape(self) -> tuple[int, int, int]:
         """One page in one buffer, as layers of the first group see it."""
         spec = self._layout.specs[0]
-        return self._layout.groups[0].page_size, 2 * spec.kv_heads, spec.head_dim
+        return self._layout.groups[0].page_size, spec.rows, spec.head_dim
 
     @advise(advice.cache)
     def allocate_kv(self, num_pages: int) -> None:

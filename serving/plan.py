@@ -14,7 +14,7 @@ from ..shared.errors import ConfigError
 from ..shared.models.config_json import load_config
 from ..shared.models.families import model_of
 from ..shared.models.locate import model_folder
-from ..shared.models.spec import Attention
+from ..shared.models.spec import Attention, LatentAttention, Layer
 from ..shared.quantized import with_quantization
 from ..shared.worker import backend_module
 from .flags import engine_options
@@ -65,7 +65,7 @@ def _print(record: dict[str, Any], num_layers: int) -> None:
     kinds = record["layer_kinds"]
     for kind in kinds if len(kinds) > 1 else ():
         chosen = ", ".join(f"{program} {provider}" for program, provider in kind["chosen"].items())
-        print(f"{kind['layers']} layers, {kind['attention']}: paged_attention {chosen}")
+        print(f"{kind['layers']} layers, {kind['attention']}: {kind['op']} {chosen}")
     print(f"plan hash {record['plan_hash']}")
 
 
@@ -89,19 +89,34 @@ def _layer_kinds(model: Any, plans: Any) -> list[dict[str, Any]]:
     """
     spec, found = model_of(model), []
     for number, kind in enumerate(spec.kinds):
-        attention = next(sub.mixer for sub in kind if isinstance(sub.mixer, Attention))
-        seen = f"window {attention.window}" if attention.window else "all tokens"
-        seen = f"chunks of {attention.chunk}" if attention.chunk else seen
-        what = f"{attention.num_heads} heads of {attention.head_dim}, {seen}"
-        if attention.reads is not None:
-            what += f", reads the cache of layer {attention.reads}"
+        what, op = _attention(kind)
         # By their place: shards may be given heads of zeros, and then plan layers that have more.
         chosen = {
-            program: list(layers.values())[number].plan["paged_attention"].provider
+            program: list(layers.values())[number].plan[op].provider
             for program, layers in plans.layers.items()
         }
-        found.append({"layers": spec.layers.count(kind), "attention": what, "chosen": chosen})
+        found.append(
+            {"layers": spec.layers.count(kind), "attention": what, "op": op, "chosen": chosen}
+        )
     return found
+
+
+def _attention(kind: Layer) -> tuple[str, str]:
+    """What the attention of a layer is, in words, and the op that computes it."""
+    mixers = [sub.mixer for sub in kind if isinstance(sub.mixer, Attention | LatentAttention)]
+    attention = mixers[0]
+    if isinstance(attention, LatentAttention):
+        sizes = f"{attention.rank} + {attention.rotated}"
+        return (
+            f"{attention.num_heads} heads over latents of {sizes}, all tokens",
+            "latent_attention",
+        )
+    seen = f"window {attention.window}" if attention.window else "all tokens"
+    seen = f"chunks of {attention.chunk}" if attention.chunk else seen
+    what = f"{attention.num_heads} heads of {attention.head_dim}, {seen}"
+    if attention.reads is not None:
+        what += f", reads the cache of layer {attention.reads}"
+    return what, "paged_attention"
 
 
 def _plan_rows(plans: Any) -> list[dict[str, Any]]:

@@ -37,6 +37,11 @@ def scaled_model(
     model: ModelConfig, dtype: str, given: tuple[float, float] | None, folder: str | None
 ) -> tuple[ModelConfig, list[Change]]:
     """The same for a cache of `dtype`, as numpy calls it, with these scales `given`."""
+    if model.latents is not None and dtype in NARROW.values():
+        raise ConfigError(
+            f"kv_cache_dtype: got {dtype}, allowed for {model.architecture} is auto: latents are "
+            "held in the dtype of the model"
+        )
     found = []
     if folder is not None:
         with Checkpoint(folder) as checkpoint:

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Format, Layout
+from jax.experimental.layout import Format, Layout, with_layout_constraint
 from jax.sharding import Mesh
 
 from ..shared.config import ResolvedConfig
@@ -29,6 +29,10 @@ from .kernels.cache import LANES, slot_dims
 from .sharding import CACHE, on
 
 ROW_MAJOR = Layout((0, 1, 2, 3, 4))
+BY_SLOT = Layout((0, 2, 3, 1, 4))
+"""Of latents, of which a slot has one row: slots are a tile's rows, so that none is empty."""
+HEADS_BY_SLOT = Layout((0, 2, 1, 3))
+"""The same of what the ops see. Loops over layers would choose another one, and copy the cache."""
 
 
 def buffer(
@@ -43,11 +47,11 @@ def buffer(
     place: Any = on(mesh, CACHE)
     if not in_words(platform):
         spec = layout.specs[0]
-        shape = (*pages, shards * 2 * spec.kv_heads, spec.head_dim)
+        shape = (*pages, shards * spec.rows, spec.head_dim)
         return jax.ShapeDtypeStruct(shape, bits_of(dtype), sharding=place)
     words, *tile = local_dims(layout, dtype)
     if platform == "tpu":
-        place = Format(ROW_MAJOR, place)
+        place = Format(BY_SLOT if layout.specs[0].latent else ROW_MAJOR, place)
     return jax.ShapeDtypeStruct((*pages, shards * words, *tile), dtype, sharding=place)
 
 
@@ -73,11 +77,13 @@ def as_heads(
     `page_shape` [slot 2*kvhead hdim] on each of `shards` shards. The same entries in the same
     order.
     """
-    slots, _, head_dim = page_shape
+    slots, rows, head_dim = page_shape
     if slots == buffer.shape[1]:
         heads = buffer.reshape(*buffer.shape[:2], -1, head_dim)
     else:
-        heads = _regrouped(buffer, shards, page_shape, shards * page_shape[1])
+        heads = _regrouped(buffer, shards, page_shape, shards * rows)
+    if rows == shards == 1 and buffer.ndim == len(BY_SLOT.major_to_minor):
+        heads = with_layout_constraint(heads, HEADS_BY_SLOT)
     return heads if heads.dtype == dtype else jax.lax.bitcast_convert_type(heads, dtype)
 
 
@@ -85,6 +91,9 @@ def as_buffer(heads: jax.Array, buffer: jax.Array, shards: int) -> jax.Array:
     """The inverse of `as_heads`: `heads` in the form of `buffer`."""
     if heads.dtype != buffer.dtype:
         heads = jax.lax.bitcast_convert_type(heads, buffer.dtype)
+    if heads.shape[2] == shards == 1 and buffer.ndim == len(BY_SLOT.major_to_minor):
+        heads = with_layout_constraint(heads, HEADS_BY_SLOT).reshape(buffer.shape)
+        return with_layout_constraint(heads, BY_SLOT)
     if heads.shape[1] == buffer.shape[1]:
         return heads.reshape(buffer.shape)
     slots, words, *tile = buffer.shape[1:]
@@ -104,6 +113,8 @@ def _regrouped(x: jax.Array, shards: int, page: tuple[int, ...], width: int) -> 
 def local_dims(layout: CacheLayout, dtype: Any) -> tuple[int, int, int]:
     """(words, rows in a word, lanes) of a slot of the first group on one shard."""
     spec = layout.specs[0]
+    if spec.latent:
+        return 1, 1, spec.head_dim
     return slot_dims(spec.kv_heads, spec.head_dim, dtype)
 
 

@@ -207,8 +207,7 @@ def read(folder: str, model: str | None = None) -> Bundle:
     start = None
     if START in files:
         start = read_tensors(files[START], f"bundle {folder}: {START}").get("kv")
-        c = subject.model
-        wanted = (c.num_layers, None, subject.page_size, 2 * c.num_kv_heads, c.head_dim)
+        wanted = (subject.model.num_layers, None, *subject.layout.page_shape(0))
         if (
             start is None
             or start.ndim != 5

@@ -323,14 +323,19 @@ def load_transformers(subject: Subject) -> Any:
         ) from error
     dtype = getattr(torch, subject.dtype)
     # Where parts other than text are left out here, transformers has the model under another task.
-    auto = (
+    auto: Any = (
         transformers.AutoModelForImageTextToText
         if subject.model.left_out
         else transformers.AutoModelForCausalLM
     )
+    config = transformers.AutoConfig.from_pretrained(subject.folder, local_files_only=True)
+    # Text models that are a part of others are not among those of a task.
+    by_name = type(config) not in auto._model_mapping
+    if by_name:
+        auto = getattr(transformers, subject.model.architecture)
     if subject.load_format == "dummy":
-        config = transformers.AutoConfig.from_pretrained(subject.folder, local_files_only=True)
-        model = auto.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        make = auto._from_config if by_name else auto.from_config
+        model = make(config, dtype=dtype)
         model.load_state_dict(_state(subject), strict=False)
     else:
         model = auto.from_pretrained(subject.folder, dtype=dtype, local_files_only=True)

@@ -13,7 +13,7 @@ A model with one sort of layers is one group, whose stripe is all of its layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from ..config import ResolvedConfig
@@ -23,7 +23,7 @@ from ..step import StepShape
 from .config import ModelConfig
 from .families import model_of
 from .placement import local_config
-from .spec import Attention, Layer, Model, source_of
+from .spec import Attention, LatentAttention, Layer, Model, source_of
 
 MAX_GROUPS = 8
 """Each group costs the host time in every step, and the device a page table."""
@@ -33,18 +33,24 @@ SLACK = 1.02
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What one layer keeps of each token it sees: K and V of `kv_heads` heads. `window` w > 0: of
-    the last w tokens.
+    """What one layer keeps of each token it sees: K and V of `kv_heads` heads, or a `latent` of
+    all heads, which is both. `window` w > 0: of the last w tokens.
     """
 
     kv_heads: int
     head_dim: int
     window: int = 0
+    latent: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of `head_dim` entries that it keeps of a token."""
+        return 1 if self.latent else 2 * self.kv_heads
 
     @property
     def entries(self) -> int:
         """Numbers that it keeps of a token."""
-        return 2 * self.kv_heads * self.head_dim
+        return self.rows * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +78,10 @@ class CacheLayout:
         return self.groups[0].page_size * self.specs[0].entries
 
     def page_shape(self, layer: int) -> tuple[int, int, int]:
-        """[slot 2*kvhead hdim] of a page as a layer sees it."""
+        """[slot row hdim] of a page as a layer sees it: 2*kvhead rows, or one of a latent."""
         group = self.places[layer].group
         spec = self.specs[group]
-        return self.groups[group].page_size, 2 * spec.kv_heads, spec.head_dim
+        return self.groups[group].page_size, spec.rows, spec.head_dim
 
 
 def layout_of(model: ModelConfig, config: ResolvedConfig) -> CacheLayout:
@@ -107,12 +113,15 @@ def request_pages(model: ModelConfig, config: ResolvedConfig) -> int:
 
 def cache_of(layer: Layer) -> CacheSpec:
     """What a layer keeps. Raises ConfigError for one that keeps nothing or several caches."""
-    found = [sub.mixer for sub in layer if isinstance(sub.mixer, Attention)]
+    found = [sub.mixer for sub in layer if isinstance(sub.mixer, Attention | LatentAttention)]
     if len(found) != 1:
         raise ConfigError(f"caches: a layer has {len(found)} attentions, allowed is one")
+    attention = found[0]
+    if isinstance(attention, LatentAttention):
+        return CacheSpec(1, attention.rank + attention.rotated, latent=True)
     # A chunk begins within the window of its size.
-    window = found[0].window or found[0].chunk
-    return CacheSpec(found[0].num_kv_heads, found[0].head_dim, window)
+    window = attention.window or attention.chunk
+    return CacheSpec(attention.num_kv_heads, attention.head_dim, window)
 
 
 @cache
@@ -156,7 +165,7 @@ def _within(spec: CacheSpec, reach: int) -> CacheSpec:
     """A window of at least `reach` tokens is none."""
     if spec.window < reach:
         return spec
-    return CacheSpec(spec.kv_heads, spec.head_dim)
+    return replace(spec, window=0)
 
 
 def _page_sizes(specs: Sequence[CacheSpec], page_size: int) -> list[int]:
@@ -173,9 +182,7 @@ def _page_sizes(specs: Sequence[CacheSpec], page_size: int) -> list[int]:
 
 def _text(spec: CacheSpec, specs: Sequence[CacheSpec]) -> str:
     largest = max(specs, key=lambda other: other.entries)
-    parts = (
-        f"2 * {one.kv_heads} heads * {one.head_dim} = {one.entries}" for one in (spec, largest)
-    )
+    parts = (f"{one.rows} rows * {one.head_dim} = {one.entries}" for one in (spec, largest))
     return "layers keep " + " or ".join(parts) + " numbers of a token"
 
 

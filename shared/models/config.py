@@ -21,6 +21,20 @@ class Heads:
     size: int
 
 
+@dataclass(frozen=True, slots=True)
+class Latents:
+    """Sizes of multi-head latent attention (`spec.LatentAttention`). `query_rank` 0: q has no
+    latent. `in_pairs`: the checkpoint's rotary embedding turns neighbouring entries.
+    """
+
+    rank: int
+    query_rank: int
+    plain: int
+    rotated: int
+    v_dim: int
+    in_pairs: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A decoder in numbers, whatever its config.json calls them."""
@@ -59,6 +73,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    latents: Latents | None = None  # K and V of all heads are made of; head_dim is what rotates
     full_heads: Heads | None = None  # of layers without a window; None if all are alike
     full_keys_are_values: bool = False  # one projection gives both in layers without a window
     qkv_bias: bool = False

@@ -27,6 +27,7 @@ SHARDED = {
     "mlp": True,
     "embed": False,
     "head_dim": False,
+    "rank": False,
     "layer_input": False,
     "experts": True,
     "expert": False,

@@ -15,7 +15,18 @@ from typing import Literal, TypeVar
 
 from ..checkpoint import view_of
 from ..errors import UnsupportedModel
-from .spec import Attention, Experts, Layer, LayerInput, Mixer, Mlp, MlpAndExperts, Model, Narrow
+from .spec import (
+    Attention,
+    Experts,
+    LatentAttention,
+    Layer,
+    LayerInput,
+    Mixer,
+    Mlp,
+    MlpAndExperts,
+    Model,
+    Narrow,
+)
 from .table import Parameter, ParameterDtype, ParameterTable, Part, Piece, PieceOf, piece_name
 
 FileForm = Literal["wide", "plain", "packed", "gptq", "awq", "nvfp4", "mxfp4"]
@@ -26,6 +37,7 @@ DTYPE_OF: dict[str, ParameterDtype] = {
 PACKED = ("int4", "fp4")
 PROJECTIONS: Mapping[type[Mixer], tuple[str, ...]] = {
     Attention: ("qkv", "q", "o"),
+    LatentAttention: ("qkv_a", "kv_a", "q", "o"),
     Mlp: ("gate_up", "up", "down"),
     LayerInput: ("input_gate", "input_up"),
     Experts: ("experts_gate_up", "experts_down", "shared_gate_up", "shared_down"),
@@ -116,7 +128,7 @@ def narrowed_model(model: Model, table: ParameterTable, quantization: Quantizati
     return replace(model, layers=tuple(same[layer] for layer in layers))
 
 
-M = TypeVar("M", bound=Attention | Mlp | Experts | LayerInput)
+M = TypeVar("M", bound=Attention | LatentAttention | Mlp | Experts | LayerInput)
 
 
 def _narrowed(

@@ -14,10 +14,21 @@ from dataclasses import replace
 from typing import TypeVar
 
 from .placement import WHOLE_EXPERTS
-from .spec import Attention, Experts, Layer, Mixer, Mlp, MlpAndExperts, Model, Shard, Sublayer
+from .spec import (
+    Attention,
+    Experts,
+    LatentAttention,
+    Layer,
+    Mixer,
+    Mlp,
+    MlpAndExperts,
+    Model,
+    Shard,
+    Sublayer,
+)
 from .table import Parameter, ParameterTable, Part
 
-PARTIAL = (Attention, Mlp, Experts)
+PARTIAL = (Attention, LatentAttention, Mlp, Experts)
 """The mixers whose last product has inputs, or experts, that are dealt out; the others are whole
 everywhere.
 """
@@ -82,10 +93,10 @@ def sharded_mixer(mixer: Mixer, shard: Shard) -> Mixer:
         return replace(mixer, mlp=_dealt(mixer.mlp), experts=experts, reduces=True)
     if isinstance(mixer, Experts):
         return _own_experts(mixer, shard)
-    return _dealt(mixer) if isinstance(mixer, Attention | Mlp) else mixer
+    return _dealt(mixer) if isinstance(mixer, Attention | LatentAttention | Mlp) else mixer
 
 
-M = TypeVar("M", bound=Attention | Mlp | Experts)
+M = TypeVar("M", bound=Attention | LatentAttention | Mlp | Experts)
 
 
 def _own_experts(mixer: Experts, shard: Shard) -> Experts:

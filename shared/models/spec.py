@@ -99,6 +99,33 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class LatentAttention:
+    """Causal attention over a cache of latents (DeepSeek-V2, arXiv:2405.04434): all heads share a
+    normed latent of `rank` entries a token, and one key of `rotated` entries.
+
+    Heads of q have `plain` entries, and `rotated` ones behind them. Keys and values of a head are
+    products of the latent, of `plain` and `v_dim` entries; here these products are made with q, and
+    with what is read, so that neither is ever made of a slot. `query_rank`: q is a product of a
+    normed latent of its own, of that size; 0: of the normed stream. `angles` and `temper` are as in
+    `Attention`.
+    """
+
+    mixes_tokens: ClassVar[bool] = True
+
+    num_heads: int
+    plain: int
+    rotated: int
+    v_dim: int
+    rank: int
+    query_rank: int
+    scale: float
+    norm_eps: float
+    angles: tuple[int, int] | None = None
+    temper: int | None = None
+    narrow: Narrow | None = None
+
+
+@dataclass(frozen=True)
 class Mlp:
     """A gated MLP: `down(act(gate) * up)`; with relu2 `down(relu2(up))`."""
 
@@ -178,7 +205,7 @@ class LayerInput:
     narrow: Narrow | None = None
 
 
-Mixer = Attention | Mlp | Experts | MlpAndExperts | LayerInput
+Mixer = Attention | LatentAttention | Mlp | Experts | MlpAndExperts | LayerInput
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from .spec import (
     Activation,
     Attention,
     Experts,
+    LatentAttention,
     Layer,
     LayerInput,
     Mixer,
@@ -30,7 +31,7 @@ DEALT = ("o", "down", "shared_down")
 Array = Any
 Weights = Mapping[str, Array]
 Cache = Any
-"""Keys and values of one layer [page slot 2*kvhead hdim]."""
+"""Keys and values of one layer [page slot 2*kvhead hdim], or latents [page slot copy rank+turn]."""
 
 
 class Rows(NamedTuple):
@@ -239,7 +240,7 @@ def stage_with_norm(
     return y, total, cache
 
 
-def angles_of(spec: Attention, batch: Batch) -> tuple[Array, Array]:
+def angles_of(spec: Attention | LatentAttention, batch: Batch) -> tuple[Array, Array]:
     """cos and sin [tok r] of a layer's own rotary embedding."""
     if spec.angles is None:
         return batch.cos, batch.sin
@@ -316,6 +317,42 @@ def attended(
     )  # fmt: skip
     heads = y.reshape(y.shape[0], spec.num_heads * spec.head_dim)
     return project(ops, weights, "o", heads, batch, spec.narrow)
+
+
+def latent_attention_stage(
+    ops: Any, spec: LatentAttention, weights: Weights, x: Array, cache: Cache, batch: Batch
+) -> tuple[Array, Cache]:
+    """Writes the tokens' latents, then reads those of their requests."""
+    cos, sin = angles_of(spec, batch)
+    if spec.query_rank:
+        both = project(ops, weights, "qkv_a", x, batch, spec.narrow)
+        latents = both[:, spec.query_rank :]
+        x = ops.rms_norm(both[:, : spec.query_rank], weights["q_a_norm"], spec.norm_eps)
+    else:
+        latents = project(ops, weights, "kv_a", x, batch, spec.narrow)
+    norm = weights["kv_a_norm"]
+    cache = ops.norm_rope_write_latents(latents, cache, norm, cos, sin, batch.slots, spec.norm_eps)
+    temper = None if spec.temper is None else batch.cos[:, spec.temper]
+    if batch.rows is not None:
+        # Latents are written for all tokens; nobody asks for what the others read of them.
+        index = batch.rows.index
+        x, cos, sin, batch = x[index], cos[index], sin[index], batch.queries_of(batch.rows)
+        temper = None if temper is None else temper[index]
+    q = project(ops, weights, "q", x, batch, spec.narrow)
+    q = q.reshape(q.shape[0], spec.num_heads, spec.plain + spec.rotated)
+    if temper is not None:
+        q = ops.scale_tokens(q, temper)
+    # Of each head the rows that make keys, then those that make values.
+    of_heads = weights["kv_b"].reshape(spec.num_heads, spec.plain + spec.v_dim, spec.rank)
+    y = ops.latent_attention(
+        ops.to_latents(q[..., : spec.plain], of_heads[:, : spec.plain]),
+        ops.norm_rope(q[..., spec.plain :], None, cos, sin, spec.norm_eps),
+        cache, batch.page_table, batch.query_start, batch.kv_lens, batch.counts, spec.scale,
+        batch.max_query_len,
+    )  # fmt: skip
+    values = ops.from_latents(y, of_heads[:, spec.plain :])
+    heads = values.reshape(values.shape[0], spec.num_heads * spec.v_dim)
+    return project(ops, weights, "o", heads, batch, spec.narrow), cache
 
 
 def mlp_stage(
@@ -442,6 +479,7 @@ def layer_input_stage(
 
 STAGES: Mapping[type[Mixer], Stage] = {
     Attention: attention_stage,
+    LatentAttention: latent_attention_stage,
     Mlp: mlp_stage,
     Experts: experts_stage,
     MlpAndExperts: mlp_and_experts_stage,

@@ -29,17 +29,21 @@ class PairsToHalves:
     that turns halves gives the same scores.
 
     With r = rotated / 2, row i < r of a head is row 2i of the tensor's head, and row r + i is its
-    row 2i + 1. The rows behind them stay where they are.
+    row 2i + 1. The rows behind them stay where they are, and the first `plain` ones, in front of
+    them.
     """
 
     head_dim: int
     rotated: int
+    plain: int = 0
 
     def tensor_rows(self, rows: np.ndarray) -> np.ndarray:
         """The row of the tensor that each of these rows is."""
         head, entry = np.divmod(rows, self.head_dim)
-        second, pair = np.divmod(entry, self.rotated // 2)
-        turned = np.where(entry < self.rotated, 2 * pair + second, entry)
+        place = entry - self.plain
+        second, pair = np.divmod(place, self.rotated // 2)
+        is_turned = (place >= 0) & (place < self.rotated)
+        turned = np.where(is_turned, self.plain + 2 * pair + second, entry)
         return head * self.head_dim + turned
 
 

@@ -136,6 +136,13 @@ LLAMA4 = dict(
 
 EXPERTS = dict(num_experts_per_tok=3, moe_intermediate_size=20)
 
+LATENTS = dict(
+    kv_lora_rank=32, q_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
+    num_key_value_heads=4,
+)  # fmt: skip
+LATENTS_AND_EXPERTS = LATENTS | EXPERTS | dict(n_routed_experts=8, first_k_dense_replace=1)
+YARN_OF_LATENTS = YARN_ROPE | dict(mscale=0.707, mscale_all_dim=0.9)
+
 # The pairs of a head are turned by three positions, which of text are one.
 MROPE = dict(rope_type="default", rope_theta=5e4, mrope_section=[4, 2, 2], mrope_interleaved=True)
 QWEN3_VL = dict(head_dim=16, vocab_size=1009, rope_parameters=MROPE)
@@ -410,6 +417,53 @@ MODELS = {
         | dict(num_experts=7, head_dim=16, attention_bias=True, num_shared_experts=2)
         | dict(mlp_layer_types=["sparse", "dense", "sparse"], router_scaling_factor=1.3)
         | dict(tie_word_embeddings=True),
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        # As in V2-Lite, q has no latent.
+        LATENTS_AND_EXPERTS
+        | dict(q_lora_rank=None, n_shared_experts=2, rope_scaling=YARN_OF_LATENTS),
+    ),
+    "deepseek-v2-plain": (
+        "DeepseekV2",
+        LATENTS_AND_EXPERTS
+        | dict(first_k_dense_replace=0, n_routed_experts=7, tie_word_embeddings=True)
+        | dict(vocab_size=1009),
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        LATENTS_AND_EXPERTS
+        | dict(n_group=4, topk_group=2, rope_scaling=YARN_OF_LATENTS, vocab_size=1009),
+    ),
+    "deepseek-v3-halves": (
+        "DeepseekV3",
+        LATENTS_AND_EXPERTS
+        | dict(n_group=1, topk_group=1, n_shared_experts=2, rope_interleave=False)
+        | dict(first_k_dense_replace=2, norm_topk_prob=False, q_lora_rank=None)
+        | dict(routed_scaling_factor=1.3, tie_word_embeddings=True),
+    ),
+    "glm4-moe-lite": (
+        "Glm4MoeLite",
+        LATENTS | EXPERTS | dict(n_routed_experts=8, n_group=4, topk_group=2, v_head_dim=24),
+    ),
+    "glm4-moe-lite-types": (
+        "Glm4MoeLite",
+        LATENTS
+        | EXPERTS
+        | dict(n_routed_experts=7, mlp_layer_types=["sparse", "dense", "sparse"])
+        | dict(tie_word_embeddings=True, vocab_size=1009),
+    ),
+    "mistral4": (
+        "Mistral4",
+        LATENTS
+        | EXPERTS
+        | dict(n_routed_experts=7, vocab_size=1009)
+        | dict(rope_parameters=MINISTRAL3["rope_parameters"] | dict(partial_rotary_factor=1 / 3)),
+    ),
+    "youtu": ("Youtu", LATENTS | dict(vocab_size=1009)),
+    "youtu-yarn": (
+        "Youtu",
+        LATENTS | dict(q_lora_rank=None, tie_word_embeddings=False, rope_scaling=YARN_OF_LATENTS),
     ),
     "qwen3-moe-biases": (
         "Qwen3Moe",

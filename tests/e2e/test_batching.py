@@ -244,7 +244,12 @@ def test_another_engine_that_starts_is_not_counted(checkpoints, backend, device)
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3-moe", pytest.param("gemma4-experts", marks=pytest.mark.slow)]
+    "name",
+    [
+        "qwen3-moe",
+        pytest.param("gemma4-experts", marks=pytest.mark.slow),
+        pytest.param("deepseek-v3", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize(
     "backend",

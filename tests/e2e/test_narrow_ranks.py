@@ -31,6 +31,7 @@ from .test_ranks import RANK, SIX_HEADS, engine_of, tokens_of
         ("llama-biases-head96", 2, "fp8"),
         ("glm4-moe", 2, "int8_weights"),
         ("glm4-moe", 4, "fp8"),
+        ("youtu", 2, "int8_weights"),
     ],
 )
 def test_weights_that_are_quantised_when_loaded(name, shards, scheme, request, tmp_path):

@@ -64,6 +64,10 @@ NAMES = [
     "qwen3-vl", "qwen3-vl-biases", "qwen3-vl-moe", "qwen3-vl-moe-biases",
     "glm4-moe", "glm4-moe-biases", "gpt-oss",
     "minimax-m2",
+    "deepseek-v2", "deepseek-v2-plain", "deepseek-v3", "deepseek-v3-halves",
+    "glm4-moe-lite", "glm4-moe-lite-types",
+    "mistral4",
+    "youtu", "youtu-yarn",
 ]  # fmt: skip
 LENGTHS = (1, 15, 16, 17, 100, 500)
 NEW_TOKENS = 64
@@ -161,6 +165,8 @@ VARIANTS = [
     "glm4v", "glm4v-whole", "glm4v-moe", "glm4v-moe-plain",
     "qwen2-vl", "qwen2-5-vl-windows",
     "qwen3-vl-biases", "qwen3-vl-moe", "qwen3-vl-moe-biases",
+    "deepseek-v2-plain", "deepseek-v3-halves", "glm4-moe-lite", "glm4-moe-lite-types", "youtu",
+    "youtu-yarn",
 ]  # fmt: skip
 """Of configurations beside them: in `make test-slow`."""
 ON_A_GPU = [
@@ -182,6 +188,7 @@ ON_A_GPU = [
     "qwen2-moe",
     "qwen3-moe",
     "glm4-moe-biases",
+    "deepseek-v3",
 ]
 
 

@@ -127,6 +127,8 @@ def test_the_tokens_of_one_process(name, shards, request, tmp_path):
         ("gemma4-experts", 4),
         ("ernie4-5-moe", 4),
         ("llama4", 2),
+        ("deepseek-v2", 2),
+        ("deepseek-v3", 4),
     ],
 )
 def test_the_tokens_of_experts_on_one_process(name, shards, tmp_path):
@@ -137,6 +139,15 @@ def test_the_tokens_of_experts_on_one_process(name, shards, tmp_path):
     more = {"num_pages": 40} if name == "llama4" else {}  # four groups of layers
     alone, _ = tokens_of(tmp_path, 1, **more)
     assert tokens_of(tmp_path, shards, **more)[0] == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("heads", "shards"), [(4, 2), (6, 4)])
+def test_the_tokens_of_latents_on_one_process(heads, shards, tmp_path):
+    """Each rank has all latents and some of the heads, of which six are too few for four."""
+    build("youtu", str(tmp_path), num_attention_heads=heads, num_key_value_heads=heads)
+    alone, _ = tokens_of(tmp_path, 1)
+    assert tokens_of(tmp_path, shards)[0] == alone
 
 
 WIDE_NORMS = [

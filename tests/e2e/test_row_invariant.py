@@ -69,7 +69,10 @@ def company(folder, device, count=COUNT, **options):
     return sum(alone[i] != together[i] for i in range(count)), preempted
 
 
-FAMILIES = ("qwen3", "gemma3", "gemma4-small", "olmo2", "mixtral", "minimax-m2", "gemma4-experts")
+FAMILIES = (
+    *("qwen3", "gemma3", "gemma4-small", "olmo2", "mixtral", "minimax-m2", "gemma4-experts"),
+    "deepseek-v3",
+)
 FORMATS = (
     "int8", "fp8-channel", "fp8-tensor-static", "deepseek", "packed-zeros", "fp8-experts", "mxfp4",
 )  # fmt: skip

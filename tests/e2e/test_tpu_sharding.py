@@ -229,7 +229,7 @@ def test_the_kernel_of_narrow_weights_on_shards(checkpoints, tmp_path, scheme, q
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3-moe", "glm4-moe", "gemma4-experts"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "glm4-moe", "gemma4-experts", "deepseek-v3"])
 def test_experts_on_shards(checkpoints, name):
     """Each shard has some of the experts whole, and a part of the one, or of the MLP, that all
     tokens go through.

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 FAMILIES = {
     "ArceeForCausalLM": "arcee",
     "CwmForCausalLM": "cwm",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
     "Dots1ForCausalLM": "dots1",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
@@ -40,6 +42,7 @@ FAMILIES = {
     "GemmaForCausalLM": "gemma",
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "Glm4vForConditionalGeneration": "glm4v",
     "Glm4vMoeForConditionalGeneration": "glm4v_moe",
     "GlmForCausalLM": "glm",
@@ -60,6 +63,7 @@ FAMILIES = {
     "MinistralForCausalLM": "ministral",
     "Mistral3ForConditionalGeneration": "mistral3",
     "MistralForCausalLM": "mistral",
+    "Mistral4ForCausalLM": "mistral4",
     "MixtralForCausalLM": "mixtral",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
@@ -77,6 +81,7 @@ FAMILIES = {
     "SmolLM3ForCausalLM": "smollm3",
     "SolarOpenForCausalLM": "solar_open",
     "VaultGemmaForCausalLM": "vaultgemma",
+    "YoutuForCausalLM": "youtu",
 }
 """Architecture -> module, which has the name of the model type."""
 PARTS = {

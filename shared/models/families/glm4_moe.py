@@ -92,9 +92,13 @@ def parameters(config: ModelConfig) -> ParameterTable:
     """The usual names. The layer that predicts further tokens is ignored by name: the one behind
     the last that has a norm for embeddings.
     """
+    return replace(dense.parameters(config, NAMES), ignored_beside=parameters_behind(config))
+
+
+def parameters_behind(config: ModelConfig) -> tuple[tuple[str, str], ...]:
+    """Patterns of the tensors behind the last layer, and what is there if they may be ignored."""
     layers = (f"{start}layers.{config.num_layers}." for start in ("model.", ""))
-    behind = tuple((f"{layer}*", f"{layer}enorm.weight") for layer in layers)
-    return replace(dense.parameters(config, NAMES), ignored_beside=behind)
+    return tuple((f"{layer}*", f"{layer}enorm.weight") for layer in layers)
 
 
 FAMILY = Family(

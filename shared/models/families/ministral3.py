@@ -38,11 +38,11 @@ def read(fields: Fields) -> ModelConfig:
         eps=1e-5,
         windows=dense.one_window(fields, None),
         rope=ROPE,
-        temper=_temper(fields),
+        temper=temper(fields),
     )
 
 
-def _temper(fields: Fields) -> tuple[float, int]:
+def temper(fields: Fields) -> tuple[float, int]:
     """What q grows by, and the positions after which it grows again."""
     block = fields.get("rope_parameters")
     if not isinstance(block, dict):
