@@ -23,8 +23,8 @@ from typing import Any, Literal
 import numpy as np
 
 from ...shared.engine import Engine, TokenLogprobs
+from ...shared.models.caches import cache_of
 from ...shared.models.families import model_of
-from ...shared.models.spec import Attention
 from ...shared.request import FinishReason
 from ..errors import USERS, in_words
 from ..judging.amplification import HOPELESS, TRIES
@@ -327,10 +327,7 @@ class _Positions(Comparison):
         owned = make_owned_steps(self.subject, self.sequences, 1)
         diff = self.run_owned(owned, lambda text: progress(f"reference: {text}"))
         # Of windows alone, a cache for half of the requests may keep no prefix that is whole.
-        mixers = [sub.mixer for layer in model_of(self.subject.model).kinds for sub in layer]
-        keeps = not all(
-            mixer.window or mixer.chunk for mixer in mixers if isinstance(mixer, Attention)
-        )
+        keeps = not all(cache_of(layer).window for layer in model_of(self.subject.model).kinds)
         left = sum(len(wanted) for wanted in self._wanted.values())
         if left:
             diff.missing.append(f"{left} served positions: the reference did not compute them")
@@ -403,6 +400,8 @@ class _Positions(Comparison):
                 found = judge(exact[row], faithful[row], wanted.logprobs, ranks=wanted.ranks)
                 if found.flip is not None and not found.flip.tie:
                     found = replace(found, flip=self._own_flip(wanted.run, row, judge, found.flip))
+                if found.problem:
+                    found = replace(found, problem=self._own_problem(wanted, row, judge, found))
                 rows = self.rows[wanted.run]
                 if found.may_be_wrong(self.mode) and sum(bool(x.own) for x in rows) < ASKED:
                     # What carried the error there is judged by itself: the stream of each layer.
@@ -422,6 +421,13 @@ class _Positions(Comparison):
             return []
         hidden, residual = passes.ends(row)
         return [*zip(*self.ends_of(hidden, residual), strict=True)] if len(hidden) else []
+
+    def _own_problem(self, wanted: _Wanted, row: int, judge: Callable[..., Row], found: Row) -> str:
+        """What is wrong with a row of this step: nothing where the engine's own stream says so."""
+        for ends in self._own_ends(wanted.run, row):
+            if not judge(*ends, wanted.logprobs, ranks=wanted.ranks).problem:
+                return ""
+        return found.problem
 
     def _own_flip(
         self, run: tuple[str, str], row: int, judge: Callable[..., Row], flip: Flip
