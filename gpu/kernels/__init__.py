@@ -19,6 +19,7 @@ if find_spec("triton") is not None:
         attention,
         cache,
         gemv,
+        latent,
         moe,
         moe_narrow,
         narrow,

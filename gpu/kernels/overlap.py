@@ -5,9 +5,10 @@ What it does before `wait` is hidden behind that one: finding its place, loading
 which all kernels here keep: before `wait` nothing is written, and only weights are read, which no
 launch of a step writes. `decode_kernel` and `held_decode_kernel` also read lengths, page tables
 and, in a decode step, K and V of all slots but a request's last: the scheduler lets no other be
-written by the same step. A step begins with launches that do not overlap, which bring its inputs,
-gather page tables and then embed its tokens; what came before the last of them, whoever wrote those
-slots and tables among it, has ended when the layers begin.
+written by the same step. `latent_decode_kernel` reads lengths and page tables. A step begins with
+launches that do not overlap, which bring its inputs, gather page tables and then embed its tokens;
+what came before the last of them, whoever wrote those slots and tables among it, has ended when the
+layers begin.
 `narrow_few_down_kernel` also reads the choices of experts: the launch in front of it is LATE, and
 waits for who chose. A program may end without `wait` if another one of its launch waits: else the
 launch would be done before the one in front of it. A kernel that knows nothing of this neither

@@ -21,6 +21,7 @@ from twinfer.ops.cases import load_all
 from twinfer.ops.cases.attention import by_head, paged, released
 from twinfer.ops.cases.dense import _product
 from twinfer.ops.cases.generators import generator, normal
+from twinfer.ops.cases.latents import of_latents
 from twinfer.ops.cases.moe import _chosen, _mxfp4, _named, _narrow, mixture
 from twinfer.ops.cases.quantized import (
     _grouped_mlp_case,
@@ -1218,6 +1219,287 @@ def test_triton_heads_of_512(kernels, device, dtype, heads):
     assert setting_of("prefill", dtype, 512) is not setting_of("prefill", dtype, 128)
     arguments = paged(generator("512"), dtype, [90, 33, 60], [1, 1, 21], heads, 512, 16, tokens=24)
     judge("paged_attention", arguments, device)
+
+
+def in_last_pages(arguments):
+    """A step whose cache lies at the end of one of more than 2^31 entries, beside itself."""
+    import torch
+
+    cache, page = arguments["cache"], arguments["cache"].shape[1]
+    before = 2**31 // cache[0].numel()
+    shape = before + len(cache), *cache.shape[1:]
+    far = torch.full(shape, float("nan"), device=cache.device, dtype=cache.dtype)
+    far[before:] = cache
+    table = arguments["page_table"]
+    used = torch.arange(table.shape[1], device=table.device) * page < arguments["kv_lens"][:, None]
+    moved = torch.where(used, table + before, 0).int()
+    return arguments | {"cache": far, "page_table": moved}
+
+
+def unseen_is_nan(arguments):
+    """The same step, where slots that no request sees are NaN."""
+    cache, page = arguments["cache"].copy(), arguments["cache"].shape[1]
+    seen = np.zeros(cache.shape[:2], bool)
+    for i in range(arguments["counts"][1]):
+        slot = np.arange(arguments["kv_lens"][i])
+        seen[arguments["page_table"][i, slot // page], slot % page] = True
+    cache[~seen] = np.nan
+    return arguments | {"cache": cache}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "programs", "chunk", "parts"),
+    [
+        ("bfloat16", 4, 64, 64, 8),
+        ("bfloat16", 20, 64, 64, 32),
+        ("float16", 70, 64, 128, 8),
+        ("float32", 5, 64, 32, 32),
+        ("bfloat16", 4, 1, 32, 32),
+        ("float32", 20, 2, 32, 4),
+    ],
+)
+def test_triton_latents_in_parts(
+    kernels, device, monkeypatch, dtype, heads, programs, chunk, parts
+):
+    """Long requests beside short ones: parts are added up in their order by another launch, 16 or 4
+    at a time. With few programs the slots of all requests are divided among them.
+    """
+    from twinfer.gpu.kernels import latent
+
+    arguments = unseen_is_nan(
+        of_latents(
+            generator("parts of latents"), dtype, [600, 3, 450, 64, 1], [1] * 5, heads, (32, 8), 16,
+            requests=7, tokens=7,
+        )
+    )  # fmt: skip
+    rows = min(latent.most_rows(dtype), kernels.power_of_2(heads, 16))
+    setting = latent.setting_of("latent_decode", dtype, rows)
+    for name, value in {"programs": programs, "chunk": chunk, "parts": parts}.items():
+        monkeypatch.setitem(setting, name, value)
+    first = judge("latent_attention", arguments, device)
+    monkeypatch.setitem(kernels.config("latent_merge"), "many", 1)
+    second = judge("latent_attention", arguments, device)
+    again = run("latent_attention", "torch", "triton", arguments, device)[0]
+    assert second.tobytes() == again.tobytes()
+    # Whole requests are the same however others are added up.
+    assert first[[1, 4]].tobytes() == second[[1, 4]].tobytes()
+
+
+@pytest.mark.parametrize("programs", [1, 64])
+def test_triton_latents_of_padding_are_zeros(kernels, device, monkeypatch, programs):
+    """Beside requests that are split, and where what the kernels write to held NaN."""
+    import torch
+
+    from twinfer.gpu.kernels import latent
+
+    setting = latent.setting_of("latent_decode", "bfloat16", 16)
+    monkeypatch.setitem(setting, "programs", programs)
+    lengths = [setting["chunk"] * (40 if device == "cuda" else 3), 20, 20]
+    arguments = of_latents(
+        generator("padding"), "bfloat16", lengths, [1] * 3, 4, (32, 8), 64, requests=12, tokens=12
+    )
+    empty = torch.empty
+
+    def poisoned(*args, **options):
+        made = empty(*args, **options)
+        return made.fill_(float("nan") if made.is_floating_point() else 1 << 20)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    out = judge("latent_attention", arguments, device)
+    assert not out[3:].any()
+
+
+@pytest.mark.parametrize("queries", [[1, 1, 1], [1, 40, 1]], ids=str)
+def test_triton_latents_by_page_and_by_slot(kernels, device, queries):
+    """Blocks that lie in one page and blocks that lie in several give the same bits."""
+    arguments = of_latents(
+        generator("pages"), "bfloat16", [3, 310, 170], sorted(queries), 4, (32, 8), 64
+    )
+    cache, table = arguments["cache"], arguments["page_table"]
+    fourth = np.repeat(table * 4, 4, axis=1) + np.tile(
+        np.arange(4, dtype=table.dtype), table.shape[1]
+    )
+    cut = {"cache": cache.reshape(-1, 16, *cache.shape[2:]), "page_table": fourth}
+    whole = judge("latent_attention", arguments, device)
+    parts = run("latent_attention", "torch", "triton", arguments | cut, device)[0]
+    assert whole.tobytes() == parts.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "sizes", "page"),
+    [
+        ("bfloat16", 20, (256, 64), 64),
+        ("bfloat16", 3, (32, 8), 4),
+        ("bfloat16", 70, (32, 6), 16),
+        ("float32", 5, (24, 8), 16),
+    ],
+)
+def test_triton_latents_of_mixed_steps(kernels, device, dtype, heads, sizes, page):
+    """Decodes, chunks with a past and whole prompts in one step, and heads that end in the middle
+    of a block.
+    """
+    arguments = of_latents(
+        generator("mixed latents"), dtype, [90, 1, 150, 45, 33], [1, 1, 20, 45, 2], heads, sizes,
+        page, requests=8, tokens=80,
+    )  # fmt: skip
+    arguments = unseen_is_nan(arguments)
+    got = judge("latent_attention", arguments, device)
+    # What one request holds does not reach the others. (The interpreter has no maximum of NaN.)
+    cache = arguments["cache"].copy()
+    cache[arguments["page_table"][2, : -(-150 // page)], ::2] = np.nan
+    want = run("latent_attention", "torch", "triton", arguments | {"cache": cache}, device)[0]
+    others = np.r_[0:2, 22:69]
+    assert got[others].tobytes() == want[others].tobytes()
+    assert np.isnan(want[2:22].astype(np.float32)).all()
+    # Nor do prompts, which are not split, depend on who else is there.
+    alone = of_one(arguments, 3)
+    found = run("latent_attention", "torch", "triton", alone, device)[0]
+    assert found.tobytes() == got[22:67].tobytes()
+
+
+def of_one(arguments, i):
+    """The step of request `i` alone."""
+    start, stop = arguments["query_start"][i : i + 2]
+    return arguments | {
+        "q": arguments["q"][start:stop],
+        "rotated": arguments["rotated"][start:stop],
+        "page_table": arguments["page_table"][i : i + 1],
+        "query_start": np.array([0, stop - start], np.int32),
+        "kv_lens": arguments["kv_lens"][i : i + 1],
+        "counts": np.array([int(stop - start == 1), 1], np.int32),
+    }
+
+
+@pytest.mark.parametrize("heads", [16, 20, 128])
+def test_triton_latents_of_long_contexts(kernels, device, heads):
+    """Sizes of DeepSeek-V3: decodes of very different lengths, a turn, and a prompt."""
+    if device == "cpu":
+        pytest.skip("takes the interpreter minutes")
+    rng, sizes = generator("long latents"), (512, 64)
+    decodes = of_latents(rng, "bfloat16", [9000, 1, 700, 64], [1] * 4, heads, sizes, 64, requests=6,
+                         tokens=6)  # fmt: skip
+    judge("latent_attention", unseen_is_nan(decodes), device)
+    mixed = of_latents(
+        rng, "bfloat16", [3000, 2500, 500], [1, 60, 500], heads, sizes, 64, tokens=576
+    )
+    judge("latent_attention", unseen_is_nan(mixed), device)
+
+
+@pytest.mark.parametrize("heads", [20, 128])
+@pytest.mark.parametrize("lengths", [[250], [4000, 1, 65, 250, 64, 900, 2, 130]], ids=["1", "8"])
+def test_triton_latents_overlap_without_a_trace(kernels, device, monkeypatch, lengths, heads):
+    """Layers of latent attention in a graph: the bits of launches in turn. The last slot of each
+    request is written by each layer, beside it.
+    """
+    if not kernels.overlap()["OVERLAP"]:
+        pytest.skip("launches do not overlap here")
+    import torch
+
+    from twinfer.gpu.kernels import latent
+
+    run_layers = layers_of_latents(device, lengths, heads, 12)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run_layers()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        got = run_layers()
+    monkeypatch.setattr(latent, "overlap", lambda: {"OVERLAP": 0, "launch_pdl": False})
+    want = run_layers()
+    assert want[0].isfinite().all()
+    assert want[0].abs().max() > 0
+    for _ in range(100):
+        for x in got:
+            x.fill_(float("nan"))
+        graph.replay()
+        for x, y in zip(got, want, strict=True):
+            assert torch.equal(x, y)
+
+
+def layers_of_latents(device, lengths, heads, count):
+    """A function that runs layers of latent attention: (queries, cache) behind the last."""
+    import torch
+
+    from twinfer.gpu.kernels import latent
+    from twinfer.ops.namespaces.torch_ import from_numpy
+
+    step = of_latents(
+        generator("layers"), "bfloat16", lengths, [1] * len(lengths), heads, (512, 64), 64
+    )
+    names = "q", "rotated", "cache", "page_table", "query_start", "kv_lens", "counts"
+    q, rotated, cache, *batch = (from_numpy(step[name]).to(device) for name in names)
+    last = [step["page_table"][i, (n - 1) // 64] * 64 + (n - 1) % 64 for i, n in enumerate(lengths)]
+    slots = torch.tensor(last, dtype=torch.int32, device=device)
+    up = (torch.randn(heads, 128, 512) * 512**-0.5).bfloat16().to(device)
+    ones, angles = torch.ones_like(q[0, 0]), torch.rand(len(lengths), 32, device=device)
+
+    def run_layers():
+        queries, latents = q.clone(), cache.clone()
+        for _ in range(count):
+            fresh = torch.cat([queries[:, 0], rotated[:, 0]], 1)
+            given = fresh, latents, ones, angles, angles, slots, 1e-6
+            latents = latent.norm_rope_write_latents(*given)
+            mean = latent.latent_attention(queries, rotated, latents, *batch, 576**-0.5, 1)
+            queries = latent.to_latents(latent.from_latents(mean, up), up)
+        return queries, latents
+
+    return run_layers
+
+
+@pytest.mark.parametrize("lengths", [[130], [64, 1]], ids=["1", "2"])
+def test_triton_latents_read_what_the_launch_before_writes(kernels, device, lengths):
+    """NaN in a request's last slot is overwritten before it is read."""
+    import torch
+
+    first, second = (layers_of_latents(device, lengths, 3, count) for count in (1, 2))
+    (one, cache), (two, behind) = first(), second()
+    assert one.isfinite().all()
+    assert two.isfinite().all()
+    changed = (cache.nan_to_num() != behind.nan_to_num()).flatten(2).any(2)
+    assert int(changed.sum()) == len(lengths)
+    assert torch.equal(first()[0], one)
+
+
+def test_triton_latents_behind_2_31_entries(kernels, device):
+    """Pages there are read and written as the first ones are, bit for bit."""
+    if device == "cpu":
+        pytest.skip("takes 4 GiB, and the interpreter minutes")
+    import torch
+
+    from twinfer.ops.namespaces.torch_ import from_numpy
+
+    arguments = of_latents(
+        generator("far"),
+        "bfloat16",
+        [700, 3, 300, 90],
+        [1, 1, 40, 90],
+        20,
+        (512, 64),
+        64,
+        tokens=144,
+    )
+    near = {
+        n: from_numpy(v).to(device) if isinstance(v, np.ndarray) else v
+        for n, v in arguments.items()
+    }
+    far = in_last_pages(near)
+
+    def equal(x, y):
+        return torch.equal(x.view(torch.int16), y.view(torch.int16))
+
+    attend = bound_function("latent_attention", "torch", "triton")
+    assert equal(attend(**near), attend(**far))
+    cache, others = near["cache"], len(far["cache"]) - len(near["cache"])
+    # But for the last slot of a cache, which is scratch.
+    slots = torch.randperm(len(cache) * 64 - 1, device=device)[:40].int()
+    latents = torch.randn(40, 576, device=device, dtype=cache.dtype)
+    weight, angles = torch.ones(512, device=device).bfloat16(), torch.rand(40, 32, device=device)
+    write = bound_function("norm_rope_write_latents", "torch", "triton")
+    write(latents, cache, weight, angles, angles, slots, 1e-6)
+    write(latents, far["cache"], weight, angles, angles, slots + others * 64, 1e-6)
+    assert equal(far["cache"][others:], cache)
+    assert far["cache"][:others].isnan().all()
 
 
 @pytest.mark.parametrize("cache", ["int8", "float8_e4m3fn"])

@@ -19,10 +19,13 @@ import torch
 from twinfer.ops import REGISTRY
 from twinfer.ops.cases.attention import paged
 from twinfer.ops.cases.generators import generator
+from twinfer.ops.cases.latents import _fused_arguments, of_latents
 from twinfer.ops.cases.moe import mixture
 from twinfer.ops.cases.sampling import _penalised_arguments, _penalty_arguments, _sample_arguments
 from twinfer.ops.namespaces.torch_ import from_numpy
 from twinfer.shared.models.spec import Narrow
+
+from .test_gpu_refusals import YOUTU
 
 triton = pytest.importorskip("triton")
 
@@ -49,6 +52,14 @@ def signature(value):
     return "fp32" if isinstance(value, float) else "i32"
 
 
+class Names(list):
+    """Names of kernels, in order, and the chip that they are compiled for."""
+
+    def __init__(self):
+        super().__init__()
+        self.target = {"capability": 90, "shared": SHARED_MEMORY}
+
+
 @pytest.fixture
 def compiled(hopper, monkeypatch, tmp_path_factory):
     """Kernels are compiled for a chip instead of being launched: their names, in order."""
@@ -59,7 +70,7 @@ def compiled(hopper, monkeypatch, tmp_path_factory):
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import JITFunction
 
-    names, done = [], set()
+    names, done = Names(), set()
 
     def run(kernel, *args, grid, warmup, **named):
         options = {name: named.pop(name) for name in OPTIONS if name in named}
@@ -74,8 +85,9 @@ def compiled(hopper, monkeypatch, tmp_path_factory):
             {(i,): bound[n] for i, n in enumerate(kernel.arg_names) if n in constants},
         )
         if source.hash() not in done:
-            made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-            assert made.metadata.shared <= SHARED_MEMORY
+            target = GPUTarget("cuda", names.target["capability"], 32)
+            made = triton.compile(source, target=target, options=options)
+            assert made.metadata.shared <= names.target["shared"]
             done.add(source.hash())
         names.append(kernel.fn.__name__)
 
@@ -124,6 +136,75 @@ def test_attention_compiles(compiled, monkeypatch, heads, size, page, reach):
     hopper = size in attention.HOPPER_SIZES
     prompts = ["hopper_kernel", "merge_kernel"] if hopper else ["prefill_kernel"]
     assert compiled == ["decode_kernel", *prompts]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "sizes", "page"),
+    [
+        ("bfloat16", 20, (512, 64), 64),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("bfloat16", 16, (512, 64), 64),
+                ("bfloat16", 128, (512, 64), 64),
+                ("float16", 32, (256, 64), 16),
+                ("bfloat16", 96, (512, 64), 16),
+                ("float32", 20, (512, 64), 64),
+                ("float32", 4, (32, 8), 16),
+            )
+        ),
+    ],
+)
+def test_latent_attention_compiles(compiled, dtype, heads, sizes, page):
+    """Requests that may be split, each by itself or all together, and whole ones of a mixed step,
+    with the blocks that an H100 has.
+    """
+    from twinfer.gpu.kernels import latent
+
+    for requests, slots, tokens, names in (
+        (2, 4000, 1, ["latent_merge_kernel"]),
+        (40, 9000, 1, ["latent_merge_kernel"]),
+        (3, 64, 20, ["latent_prefill_kernel"]),
+    ):
+        queries = [1] * (requests - 1) + [tokens]
+        step = of_latents(generator("compile"), dtype, [50] * requests, queries, heads, sizes, page)
+        step["page_table"] = np.zeros((requests, slots // page), np.int32)
+        compiled.clear()
+        latent.latent_attention(**arguments_of("latent_attention", step))
+        assert compiled == ["latent_decode_kernel", *names]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads"),
+    [
+        ("bfloat16", 20),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("bfloat16", 16), ("bfloat16", 128), ("float32", 20))
+        ),
+    ],
+)
+def test_latent_attention_compiles_for_other_chips(compiled, monkeypatch, dtype, heads):
+    """Blocks that an A100 and the chips of consumers have: in 99 KiB of shared memory."""
+    from twinfer.gpu.kernels import latent
+
+    monkeypatch.setattr(latent, "hopper", lambda: False)
+    monkeypatch.setitem(compiled.target, "capability", 80)
+    monkeypatch.setitem(compiled.target, "shared", 99 << 10)
+    monkeypatch.setattr(latent, "overlap", lambda: {"OVERLAP": 0, "launch_pdl": False})
+    step = of_latents(generator("compile"), dtype, [50, 90], [1, 40], heads, (512, 64), 64)
+    step["page_table"] = np.zeros((2, 64), np.int32)
+    latent.latent_attention(**arguments_of("latent_attention", step))
+    assert compiled == ["latent_decode_kernel", "latent_merge_kernel", "latent_prefill_kernel"]
+
+
+@pytest.mark.parametrize("sizes", [(512, 64), (23, 6)])
+def test_writing_latents_compiles(compiled, sizes):
+    from twinfer.gpu.kernels import latent
+
+    arguments = _fused_arguments(generator("compile"), "bfloat16", 5, *sizes, (3, 16))
+    latent.norm_rope_write_latents(**arguments_of("norm_rope_write_latents", arguments))
+    assert compiled == ["norm_rope_write_latents_kernel"]
 
 
 @pytest.mark.parametrize("size", [64, pytest.param(128, marks=pytest.mark.slow)])
@@ -760,6 +841,19 @@ def test_a_cold_start_compiles_few_kernels(h200, shape, most):
     assert kernels["draw_kernel"] <= 3
     assert kernels["hopper_kernel"] <= (4 if shape == "gemma3-4b" else 2)  # with windows, without
     assert kernels["decode_kernel"] > 5  # they were asked for
+
+
+def test_a_cold_start_with_latents_compiles_few_kernels(h200, monkeypatch):
+    """They are noted before there are weights too, as nothing that launches them needs data."""
+    from twinfer.shared.models.shapes import SHAPES
+
+    monkeypatch.setitem(SHAPES, "youtu", YOUTU)
+    kernels = h200("youtu")
+    assert kernels.total() <= 90, kernels
+    assert kernels["latent_prefill_kernel"] <= 3
+    assert kernels["norm_rope_write_latents_kernel"] == 1
+    assert kernels["latent_decode_kernel"] > 2
+    assert kernels["latent_merge_kernel"] >= 1
 
 
 def test_equal_calls_are_those_of_arrays_that_are_alike(monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from twinfer.gpu.backend import check_options
+from twinfer.gpu.compilation import compiled_kinds
 from twinfer.gpu.fit import fit_mode
 from twinfer.gpu.plans import make_plans
 from twinfer.ops import Plans
@@ -15,6 +16,7 @@ from twinfer.shared.compilation_config import ResolvedCompilation
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError
 from twinfer.shared.models.config_json import parse_config
+from twinfer.shared.models.families import model_of
 from twinfer.shared.models.shapes import SHAPES
 
 MODEL = parse_config(SHAPES["qwen3-0.6b"])
@@ -23,6 +25,15 @@ EVERY = resolve_plan("torch", enable=("none",))
 # A model calls one kind of attention.
 CALLED = {op: choice for op, choice in EVERY.choices.items() if op != "latent_attention"}
 NATIVE = dataclasses.replace(EVERY, choices=CALLED)
+YOUTU = {
+    "architectures": ["YoutuForCausalLM"], "model_type": "youtu", "hidden_size": 2048,
+    "intermediate_size": 6144, "num_hidden_layers": 32, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "kv_lora_rank": 512, "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "max_position_embeddings": 131072, "rope_theta": 1_600_000, "tie_word_embeddings": True,
+    "vocab_size": 128256, "torch_dtype": "bfloat16",
+}  # fmt: skip
+"""Latent attention and an MLP in each layer."""
 
 
 def replaced(plan, op, **properties):
@@ -136,6 +147,18 @@ def test_caches_of_fp8_are_left_to_native_ops_on_chips_without_it(chip, gpu):
         assert compilation.cudagraph_mode.name == (
             "FULL" if cache != "fp8_e4m3" or has_fp8 else "PIECEWISE"
         )
+
+
+@pytest.mark.parametrize("gpu", [A100, RTX_3090, RTX_4090, H100])
+def test_latents_have_kernels_on_each_chip(chip, gpu):
+    """All ops of a layer, so that nothing is left to the compiler; each step is one graph."""
+    chip(*gpu)
+    model = parse_config(YOUTU)
+    config, plans = plans_of(model)
+    called = {op for layer in plans.layers["decode"].values() for op in layer.called}
+    assert {"latent_attention", "norm_rope_write_latents", "to_latents", "from_latents"} < called
+    assert compiled_kinds(model_of(model), plans, config.compilation) == frozenset()
+    assert fit_mode(config.compilation, plans)[0].cudagraph_mode.name == "FULL"
 
 
 @pytest.mark.parametrize("gpu", [A100, RTX_3090, RTX_4090, H100])
