@@ -103,8 +103,9 @@ FAULTS = (
     ),
     Fault(
         "slots-in-16-bits", "torch", TORCH_ATTENTION,
-        "target = slots.remainder(",
-        "target = slots.to(torch.int16).to(torch.int64).remainder(",
+        "        k.shape[0], heads, size\n    )\n    target = slots.remainder(",
+        "        k.shape[0], heads, size\n    )\n"
+        "    target = slots.to(torch.int16).to(torch.int64).remainder(",
         r"torch:cpu:\S+ write_kv=native", options="norm_rope_write_kv=composition",
     ),
     Fault(
@@ -362,8 +363,9 @@ FAULTS = (
     ),
     Fault(
         "tables-end-at-39", "torch", "shared/models/decoder.py",
-        "    position = np.arange(positions, dtype=np.float64)[:, None]",
-        "    position = np.minimum(np.arange(positions, dtype=np.float64), 39)[:, None]",
+        "    position = np.arange(positions.start, positions.stop, dtype=np.float64)[:, None]",
+        "    position = np.arange(positions.start, positions.stop, dtype=np.float64)[:, None]\n"
+        "    position = np.minimum(position, 39)",
         rf"{OURS}: transformers",
     ),
     Fault(

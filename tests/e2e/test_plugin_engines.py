@@ -270,7 +270,9 @@ def test_a_stage_from_outside_is_planned_by_what_it_calls(backend):
 
 
 def test_only_a_mixer_has_a_stage_to_replace():
-    with pytest.raises(ConfigError, match=r"mixer: got 'int', allowed are Attention, Mlp"):
+    with pytest.raises(
+        ConfigError, match=r"mixer: got 'int', allowed are Attention, LatentAttention, Mlp"
+    ):
         stages.replace_stage(int, stages.mlp_stage)
 
 

@@ -89,9 +89,7 @@ def test_no_two_layers_share_a_place():
 
 
 def test_caches_whose_bytes_cannot_be_equal_are_refused_with_the_arithmetic():
-    with pytest.raises(
-        ConfigError, match=r"2 \* 2 heads \* 96 = 384 or 2 \* 4 heads \* 128 = 1024"
-    ):
+    with pytest.raises(ConfigError, match=r"4 rows \* 96 = 384 or 8 rows \* 128 = 1024"):
         cache_layout(model(FULL, (2, 96, 1024)), 16, 8192)
 
 

@@ -59,7 +59,18 @@ NESTED = tuple(name for name in FAMILIES if name.endswith("ForConditionalGenerat
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
 LLAMA4 = {"num_local_experts": 3, "intermediate_size_mlp": 20, "attention_chunk_size": 16}
+LATENTS = {
+    "num_key_value_heads": 4, "head_dim": None, "kv_lora_rank": 12, "q_lora_rank": 10,
+    "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+}  # fmt: skip
+LATENT_EXPERTS = LATENTS | EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1}
+LATENT_EXPERTS |= {"first_k_dense_replace": 1}
 MIXTURES = {
+    "DeepseekV2ForCausalLM": LATENT_EXPERTS | {"q_lora_rank": None},
+    "DeepseekV3ForCausalLM": LATENT_EXPERTS | {"n_group": 2, "topk_group": 1},
+    "Glm4MoeLiteForCausalLM": LATENT_EXPERTS,
+    "Mistral4ForCausalLM": LATENT_EXPERTS,
+    "YoutuForCausalLM": LATENTS,
     "MixtralForCausalLM": {"num_local_experts": 3},
     "GptOssForCausalLM": {"num_local_experts": 3, "num_experts_per_tok": 2},
     "MiniMaxM2ForCausalLM": {"num_local_experts": 3, "num_experts_per_tok": 2},
@@ -90,7 +101,7 @@ MIXTURES = {
     "Glm4vMoeForConditionalGeneration": EXPERTS | {"n_routed_experts": 3},
     "Qwen3VLMoeForConditionalGeneration": EXPERTS | {"num_experts": 3},
 }
-"""What those with experts have besides."""
+"""What those with experts, or latents, have besides."""
 
 
 def model_of_family(architecture, **fields):

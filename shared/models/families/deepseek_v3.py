@@ -40,8 +40,7 @@ FIELDS = latent.FIELDS | frozenset(
     norm_topk_prob first_k_dense_replace n_group topk_group routed_scaling_factor""".split()
 )
 HARMLESS = frozenset(
-    """output_router_logits aux_loss_alpha seq_aux ep_size router_aux_loss_coef
-    max_window_layers""".split()
+    "output_router_logits aux_loss_alpha seq_aux ep_size router_aux_loss_coef".split()
 )
 """Of training, and of how it was dealt out."""
 
