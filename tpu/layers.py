@@ -95,7 +95,8 @@ def repeats_of(layers: Sequence[Weights]) -> Repeats:
     """Of layers whose weights are arrays [1, ...] of their own: vectors are stacked, as copying
     them takes no time.
     """
-    vectors = [name for name, weight in layers[0].items() if weight.ndim == 2]
+    # `OneOf` is for `linear` alone: what makes keys and values of latents is cut by head first.
+    vectors = [name for name, weight in layers[0].items() if weight.ndim == 2 or name == "kv_b"]
     # Not a set, whose order differs between processes: the program would not be found in a cache.
     matrices = [name for name in layers[0] if name not in vectors]
     return Repeats(
