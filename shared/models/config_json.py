@@ -87,9 +87,10 @@ def _refuse_quantized_parts(raw: Mapping[str, Any], where: str, model_type: str)
 
 def _architecture(fields: Fields) -> str:
     named, model_type = fields.get("architectures"), fields.get("model_type")
-    known = f"one of {', '.join(FAMILIES)}"
+    # A model type that has two spellings is named once.
+    by_type = {module: architecture for architecture, module in FAMILIES.items()}
+    known = f"one of {', '.join(by_type.values())}"
     if named is None or named == []:
-        by_type = {module: architecture for architecture, module in FAMILIES.items()}
         if not isinstance(model_type, str) or model_type not in by_type:
             fields.refuse("architectures", named, known)
         return by_type[model_type]
